@@ -43,14 +43,14 @@ FileKind = Literal["groups", "batch"]
 FORMAT = 2
 TOKEN_FIELDS = ("token_ids", "logprobs", "versions", "loss_mask")
 DAMAGED = (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error)
-"""What numpy and zipfile raise for a damaged file."""
+"""Exceptions of numpy and zipfile for a damaged file."""
 
 LOG = logging.getLogger("rollick")
 
 
 def save_groups(path: Path, groups: Sequence[Group]) -> None:
     samples = [sample for group in groups for sample in group.samples]
-    # Each Prompt object once, in order of appearance.
+    # Unique Prompt objects, in order of appearance.
     prompts = {
         id(prompt): prompt
         for group in groups
@@ -74,42 +74,42 @@ def save_groups(path: Path, groups: Sequence[Group]) -> None:
         parts = [part for sample in samples if (part := getattr(sample, name)) is not None]
         # A dtype wide enough that casting back is exact.
         arrays[name] = np.concatenate(parts) if parts else np.empty(0, np.int32)
-    _write(path, "groups", arrays=arrays, metadata=metadata)
+    _write_file(path, "groups", arrays=arrays, metadata=metadata)
 
 
 def load_groups(path: Path) -> list[Group]:
-    arrays, metadata = _read(path, "groups")
+    arrays, metadata = _read_file(path, "groups")
     prompts = [_prompt_from_json(entry) for entry in metadata["prompts"]]
     groups: list[Group] = []
-    start = kept = 0
+    token_start = flag_start = 0
     for entry in metadata["groups"]:
         members: list[ScoredSample] = []
         for member in entry["members"]:
-            stop = start + member["length"]
+            token_stop = token_start + member["length"]
             tokens = {
-                name: frozen_array(arrays[name][start:stop], member["dtypes"][name])
+                name: frozen_array(arrays[name][token_start:token_stop], member["dtypes"][name])
                 for name in TOKEN_FIELDS
             }
             if member["kept_cache"]:
-                flags = arrays["kept_cache"][kept : kept + member["length"]]
+                flags = arrays["kept_cache"][flag_start : flag_start + member["length"]]
                 tokens["kept_cache"] = frozen_array(flags, np.bool_)
-                kept += member["length"]
+                flag_start += member["length"]
             members.append(_member_from_json(member, tokens, prompts))
-            start = stop
+            token_start = token_stop
         version = PolicyVersion(entry["start_version"])
         groups.append(Group(entry["uid"], prompts[entry["prompt"]], tuple(members), version))
     return groups
 
 
 def save_batch(path: Path, batch: Batch) -> None:
-    values = {spec.name: getattr(batch, spec.name) for spec in fields(Batch)}
+    values = {field.name: getattr(batch, field.name) for field in fields(Batch)}
     arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
     metadata = {"uids": [list(uid) for uid in batch.uids], "version": int(batch.version)}
-    _write(path, "batch", arrays=arrays, metadata=metadata)
+    _write_file(path, "batch", arrays=arrays, metadata=metadata)
 
 
 def load_batch(path: Path) -> Batch:
-    arrays, metadata = _read(path, "batch")
+    arrays, metadata = _read_file(path, "batch")
     uids = tuple(SampleId(*uid) for uid in metadata["uids"])
     return Batch(uids=uids, version=metadata["version"], **arrays)
 
@@ -140,7 +140,7 @@ def _sample_to_row(group: Group, member: ScoredSample) -> dict[str, Any]:
         "versions": [int(sampled.min()), int(sampled.max())] if len(sampled) else [],
     }
     if sample.episode is not None:
-        # `rollick env show` runs it again.
+        # `rollick env show` replays it.
         names = ("environment", "seed", "replies", "rewards", "success", "summaries")
         row["episode"] = {name: getattr(sample.episode, name) for name in names}
         row["episode"]["options"] = dict(sample.episode.options)
@@ -153,7 +153,7 @@ def _finite_or_none(value: float) -> float | None:
 
 def _prompt_to_json(prompt: Prompt) -> dict[str, Any]:
     stringified: list[str] = []
-    row = {name: _as_json(value, name, stringified) for name, value in prompt.row.items()}
+    row = {name: _convert_to_json(value, name, stringified) for name, value in prompt.row.items()}
     if stringified:
         names = ", ".join(stringified)
         LOG.warning("row of prompt %s: saved %s as text: not a JSON type", prompt.uid, names)
@@ -171,16 +171,16 @@ def _prompt_from_json(entry: Mapping[str, Any]) -> Prompt:
     return Prompt(uid=entry["uid"], domain=entry["domain"], turns=turns, row=entry["row"])
 
 
-def _as_json(value: Any, path: str, stringified: list[str]) -> Any:
+def _convert_to_json(value: Any, path: str, stringified: list[str]) -> Any:
     """The value if JSON can hold it; otherwise its text, with its path added to `stringified`."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) is list:
         items = enumerate(cast("list[Any]", value))
-        return [_as_json(item, f"{path}[{number}]", stringified) for number, item in items]
+        return [_convert_to_json(item, f"{path}[{number}]", stringified) for number, item in items]
     if type(value) is dict and all(type(key) is str for key in cast("dict[Any, Any]", value)):
         columns = cast("dict[str, Any]", value).items()
-        return {key: _as_json(item, f"{path}.{key}", stringified) for key, item in columns}
+        return {key: _convert_to_json(item, f"{path}.{key}", stringified) for key, item in columns}
     stringified.append(path)
     return str(value)
 
@@ -198,7 +198,7 @@ def _member_to_json(member: ScoredSample, prompt_indices: Mapping[int, int]) -> 
         "text": sample.text,
         "states": list(sample.states),
         "segment_starts": list(sample.segment_starts),
-        "score": {spec.name: getattr(score, spec.name) for spec in fields(Score)},
+        "score": {field.name: getattr(score, field.name) for field in fields(Score)},
     }
 
 
@@ -222,19 +222,19 @@ def _member_from_json(
 
 
 def _to_json_type(value: Any) -> Any:
-    """A mapping or a number as a type that JSON knows."""
+    """Convert a mapping or a number to a JSON type."""
     return dict(cast("Mapping[str, Any]", value)) if isinstance(value, Mapping) else float(value)
 
 
-def _write(path: Path, kind: FileKind, *, arrays: Mapping[str, Array], metadata: Any) -> None:
+def _write_file(path: Path, kind: FileKind, *, arrays: Mapping[str, Array], metadata: Any) -> None:
     text = json.dumps({"format": FORMAT, "kind": kind, **metadata}, default=_to_json_type)
     entry = np.frombuffer(text.encode(), dtype=np.uint8)
-    # An open file, because savez would append .npz to other names.
+    # Given a path, savez would append .npz to other names.
     with path.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, json=entry, **arrays)
 
 
-def _read(path: Path, kind: FileKind) -> tuple[dict[str, Array], dict[str, Any]]:
+def _read_file(path: Path, kind: FileKind) -> tuple[dict[str, Array], dict[str, Any]]:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}

@@ -59,15 +59,14 @@ class RunCheckpoints:
         *,
         in_background: bool = False,
     ) -> None:
-        """Save a checkpoint. With `in_background` it returns early, and the rest is done while the
-        run trains; `settle` waits for it. If there are snapshots of all trained roles, they are
-        written in the background; otherwise the workers write their files first, and only hashing
-        and verifying are left."""
+        """Save a checkpoint. With `in_background`, return early and finish while the run trains;
+        `settle` waits for it. If all trained roles have snapshots, these are written in the
+        background; otherwise the workers write their files before the early return."""
         await self.settle()
         state = self.state
         self.telemetry.trace.flush(step=state.step)
         meta: dict[str, Any] = {"seed": self.loaded.recipe.run.seed, "tokenizer": self.tokenizer}
-        # Rewards between 0 and 1 may leave pass@1 at 0 for a long time.
+        # The mean score breaks ties: with fractional rewards, pass@1 may stay 0 for a long time.
         meta[TIE_BREAK] = metrics.get("eval/score")
         score, step = metrics.get("eval/pass@1"), state.step
         values = json.dumps({"version": state.version, **pipeline.values})
@@ -84,8 +83,8 @@ class RunCheckpoints:
         async with AsyncExitStack() as stack:
             snapshots = await self._hold_snapshots(stack)
             if snapshots is None:
-                finish = await begin(self._role_writer())
-                saving = self._finish(finish, step)
+                finish = await begin(self._make_role_writer())
+                saving = self._finish_save(finish, step)
             else:
                 saving = self._save_snapshots(partial(begin, snapshots), step, stack.pop_all())
         if in_background:
@@ -93,7 +92,7 @@ class RunCheckpoints:
         else:
             await saving
 
-    def _role_writer(self) -> Writer:
+    def _make_role_writer(self) -> Writer:
         """The Writer that calls the workers to write their files."""
         loop = asyncio.get_running_loop()
 
@@ -122,19 +121,19 @@ class RunCheckpoints:
         return write
 
     async def _save_snapshots(
-        self, begin: Callable[[], Awaitable[Finish]], step: int, held: AsyncExitStack
+        self, begin: Callable[[], Awaitable[Finish]], step: int, held_snapshots: AsyncExitStack
     ) -> None:
-        async with held:
+        async with held_snapshots:
             finish = await begin()
-        await self._finish(finish, step)
+        await self._finish_save(finish, step)
 
     async def settle(self) -> None:
-        """Wait until the last save in the background has become a checkpoint, or has failed."""
+        """Wait until the save in the background, if any, has completed or failed."""
         saving, self._saving = self._saving, None
         if saving is not None:
             await saving
 
-    async def _finish(self, finish: Finish, step: int) -> None:
+    async def _finish_save(self, finish: Finish, step: int) -> None:
         await run_to_completion(asyncio.to_thread(finish))
         self.state.saved_step = step
 
@@ -146,7 +145,7 @@ class RunCheckpoints:
         if checkpoint.meta.get("tokenizer") != self.tokenizer:
             raise CheckpointError(
                 f"{checkpoint.path} was written with another tokenizer",
-                fix="resume with the model and tokenizer that the run began with",
+                fix="resume with the model and tokenizer that the run started with",
             )
         values: dict[str, Any] = json.loads((checkpoint.path / "state.json").read_text("utf-8"))
         for role, name in self._trained_roles:
@@ -172,8 +171,8 @@ class RunCheckpoints:
 
     @property
     def _trained_roles(self) -> list[tuple[Policy | Critic, str]]:
-        named = ((self.roles.policy, "learner"), (self.roles.critic, "critic"))
-        return [(role, name) for role, name in named if role.ranks]
+        roles = ((self.roles.policy, "learner"), (self.roles.critic, "critic"))
+        return [(role, name) for role, name in roles if role.ranks]
 
 
 def _write_snapshot(

@@ -84,9 +84,9 @@ class OpenRun:
         return self.loaded.recipe
 
     def open_prompts(self, *, validation: bool = False) -> PromptStream:
-        """Load the prompts. Drops those too long for the engines, if engines complete them."""
+        """Load the prompts, without those too long for the engines if engines complete them."""
         recipe, codec = self.recipe, self.episodes.codec
-        answered = validation or not isinstance(recipe, SupervisedRecipe)
+        uses_engines = validation or not isinstance(recipe, SupervisedRecipe)
         return PromptStream.open(
             recipe.data,
             seed=recipe.run.seed,
@@ -94,7 +94,7 @@ class OpenRun:
             objects=self.objects.prompts,
             validation=validation,
             count_tokens=lambda prompt: len(codec.encode_prompt(prompt.turns)),
-            engine_limit=recipe.infer.max_length - 1 if answered else None,
+            engine_limit=recipe.infer.max_length - 1 if uses_engines else None,
         )
 
 
@@ -103,7 +103,7 @@ async def open_run(
     loaded: LoadedRecipe, *, objects: RunObjects | None = None, resume: bool = False
 ) -> AsyncGenerator[OpenRun]:
     objects, recipe = objects or RunObjects(), loaded.recipe
-    _check(loaded, objects)
+    _check_recipe(loaded, objects)
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         folder = stack.enter_context(_open_folder(loaded, resume=resume))
@@ -113,10 +113,10 @@ async def open_run(
         trace = stack.enter_context(_open_trace(recipe, folder.path))
         status = await enter(StatusReporter.open(recipe, state, trace))
         codec = ChatCodec(load_tokenizer(recipe.model), recipe.model.template)
-        log = MetricLog(folder.path, _sinks(recipe, folder.path))
+        log = MetricLog(folder.path, _make_sinks(recipe, folder.path))
         stack.callback(log.close)
-        stack.enter_context(_guard(recipe, state))
-        view = _live_view(recipe, folder.path)
+        stack.enter_context(_open_guards(recipe, state))
+        view = _make_live_view(recipe, folder.path)
         roles, recovery = await enter(_open_roles(loaded, faults, goodput))
         status.worker_processes = roles.generators.group.worker_processes
         await enter(roles.generators.connect())
@@ -126,7 +126,7 @@ async def open_run(
         agents = await enter(_open_agents(loaded, codec))
         episodes = Episodes(codec, pool, agents, recipe.infer.max_length, recipe.run.seed)
         stack.enter_context(view)
-        stack.enter_context(_close_account(goodput, state))
+        stack.enter_context(_close_goodput(goodput, state))
         memory = MemoryWatch(recipe, roles, _measure_models(recipe))
         telemetry = Telemetry(log, view, trace, stopwatch, memory, faults, goodput)
         publisher = Publisher(roles, recipe.weights)
@@ -163,7 +163,7 @@ async def open_run(
 
 
 @contextmanager
-def _guard(recipe: Recipe, state: RunState) -> Generator[None]:
+def _open_guards(recipe: Recipe, state: RunState) -> Generator[None]:
     with (
         stop_on_signals(state.stop),
         guard_run(
@@ -175,8 +175,8 @@ def _guard(recipe: Recipe, state: RunState) -> Generator[None]:
         yield
 
 
-def _live_view(recipe: Recipe, folder: Path) -> LiveView:
-    """The view, before it is opened; announces the run."""
+def _make_live_view(recipe: Recipe, folder: Path) -> LiveView:
+    """Make the view, to be opened later, and announce the run."""
     title, run = f"{recipe.pipeline} {recipe.run.name}", recipe.run
     limit_s = 60 * run.max_minutes or inf
     view = LiveView(title, run.steps, mode=recipe.observe.live, limit_s=limit_s)
@@ -188,9 +188,9 @@ def _measure_models(recipe: Recipe) -> Shapes | None:
     return measure_models(recipe, lambda model: ModelShape.of(load_config(model).to_dict()))
 
 
-def _check(loaded: LoadedRecipe, objects: RunObjects) -> None:
-    """Raises if this machine cannot run the recipe, or rows or rewards given in Python do not
-    fit, which `rollick check` cannot see."""
+def _check_recipe(loaded: LoadedRecipe, objects: RunObjects) -> None:
+    """Raises if this machine cannot run the recipe, or if rows or rewards passed in Python do not
+    fit it; `rollick check` cannot see the latter."""
     problems = check_machine(loaded)
     if objects.names:
         problems += check_rows(loaded, objects=objects)
@@ -210,8 +210,8 @@ def _open_folder(loaded: LoadedRecipe, *, resume: bool) -> Generator[RunFolder]:
 
 
 @contextmanager
-def _close_account(goodput: TimeAccount, state: RunState) -> Generator[None]:
-    """Close the account when the block ends, before the workers end: their time is not counted."""
+def _close_goodput(goodput: TimeAccount, state: RunState) -> Generator[None]:
+    """Close the account when the block ends, before the workers end: their end is not counted."""
     try:
         yield
     except BaseException:
@@ -230,7 +230,7 @@ def _open_trace(recipe: Recipe, folder: Path) -> Generator[Trace]:
         trace.flush()
 
 
-def _sinks(recipe: Recipe, folder: Path) -> list[GuardedSink]:
+def _make_sinks(recipe: Recipe, folder: Path) -> list[GuardedSink]:
     options = (folder, recipe.run.name, recipe.model_dump(mode="json"))
     names = recipe.observe.sinks
     return [GuardedSink(name, partial(resolve("sinks", name), *options)) for name in names]
@@ -249,7 +249,7 @@ async def _open_roles(
         threads=worker_threads(recipe),
         env=worker_environment(recipe),
     ) as group:
-        # Inline, the loss of a worker is that of the controller.
+        # An inline worker runs in the controller's process, so it cannot be replaced.
         is_inline, restarts = recipe.cluster.backend == "inline", recipe.cluster.restarts
         cost = RowCost.of(load_config(recipe.model).get_text_config())
         split = BatchSplit.of(recipe, cost)
@@ -266,8 +266,8 @@ async def _open_roles(
 
 
 async def _reconnect_host(host: HostSpec, *, publisher: Publisher, residency: Residency) -> None:
-    """Use the new process of a host: forget where its roles were, and put them to sleep if the
-    phase requires it."""
+    """Switch to the new process of a host: forget the publisher's state of its roles, and put them
+    to sleep if the phase requires it."""
     if "policy" in host.roles:
         publisher.forget_policy()
     if "generators" in host.roles:
@@ -282,7 +282,7 @@ class _RoleSpecs:
     def __init__(self, loaded: LoadedRecipe) -> None:
         self._loaded = loaded
         self._store: Any = None
-        """Of the rendezvous; it stops when it is garbage-collected."""
+        """The store of the rendezvous, which ends when it is garbage-collected."""
 
     def __call__(self, device_map: DeviceMap) -> list[RoleSpec]:
         recipe, ranks = self._loaded.recipe, device_map.ranks("policy")
@@ -310,8 +310,8 @@ def role_specs(
     }
     specs: list[RoleSpec] = []
     for role in device_map.roles:
-        create, *arguments = creators[role]
-        specs.append(RoleSpec(role, f"rollick.workers.{create}", (recipe, *arguments)))
+        function, *arguments = creators[role]
+        specs.append(RoleSpec(role, f"rollick.workers.{function}", (recipe, *arguments)))
     return specs
 
 
@@ -334,16 +334,16 @@ def worker_threads(recipe: Recipe) -> int:
 def worker_environment(recipe: Recipe) -> dict[str, str]:
     """Environment variables of the workers: avoid bfloat16 kernels that crash on some CPUs."""
     on_cpu = any("cpu" in (devices or "") for devices in recipe.devices.model_dump().values())
-    scoring = (recipe.reward_model, recipe.judge)
+    scoring_models = (recipe.reward_model, recipe.judge)
     critic = recipe.critic.model if isinstance(recipe, RlRecipe) else None
-    models = (recipe.model, critic, teacher_of(recipe), *scoring)
-    is_bf16 = any(model is not None and model.dtype == "bfloat16" for model in models)
-    return safe_environment() if on_cpu and is_bf16 else {}
+    models = (recipe.model, critic, teacher_of(recipe), *scoring_models)
+    has_bf16 = any(model is not None and model.dtype == "bfloat16" for model in models)
+    return safe_environment() if on_cpu and has_bf16 else {}
 
 
 def _check_engines(recipe: Recipe, engines: Sequence[RemoteEngine]) -> None:
-    can = all(Capability.KEEP_CACHE in engine.capabilities for engine in engines)
-    if isinstance(recipe, RlRecipe) and recipe.rollout.at_publish == "keep" and not can:
+    can_keep = all(Capability.KEEP_CACHE in engine.capabilities for engine in engines)
+    if isinstance(recipe, RlRecipe) and recipe.rollout.at_publish == "keep" and not can_keep:
         raise ConfigError(
             f"rollout.at_publish=keep, but the engine {recipe.infer.engine} cannot keep caches",
             fix="use continue or move",
@@ -352,8 +352,8 @@ def _check_engines(recipe: Recipe, engines: Sequence[RemoteEngine]) -> None:
 
 @asynccontextmanager
 async def _open_agents(loaded: LoadedRecipe, codec: ChatCodec) -> AsyncGenerator[Agents | None]:
-    """Run the API server that agents call, on a free local port, until the block ends; None if
-    there are none."""
+    """Run the API server that agents call, on a free local port, until the block ends. None if the
+    recipe has no agents."""
     recipe = loaded.recipe
     if not (has_agents(recipe.data.domains) or has_agents(recipe.data.validation)):
         yield None

@@ -47,7 +47,7 @@ LOG = logging.getLogger("rollick")
 
 STUCK = "stuck.txt"
 MAX_TASKS_SHOWN = 200
-"""How many task stacks to write; thousands of samples wait at the same few lines."""
+"""Maximum task stacks to write; thousands of samples wait at the same few lines."""
 MAX_ERROR_CHARACTERS = 2000
 
 
@@ -59,7 +59,7 @@ class StatusReporter:
         self.worker_processes: Callable[[], Mapping[str, int]] = dict[str, int]
         """Process ids of the workers on this machine, by role and rank."""
         self._followed: list[tuple[Rollout, RewardPool]] = []
-        self._reported: StuckError | None = None
+        self._reported_error: StuckError | None = None
 
     @classmethod
     @asynccontextmanager
@@ -68,7 +68,7 @@ class StatusReporter:
     ) -> AsyncGenerator[StatusReporter]:
         """Write the status while the block runs, and the outcome when it ends."""
         reporter = cls(recipe, state, trace)
-        task = asyncio.create_task(reporter._report(), name="status report")
+        task = asyncio.create_task(reporter._report_status(), name="status report")
         outcome, error_text = "finished", ""
         try:
             yield reporter
@@ -86,7 +86,7 @@ class StatusReporter:
             if outcome == "finished" and state.stop.is_set():
                 outcome = "interrupted"
             with suppress(OSError):
-                write_run_snapshot(state.folder.path, reporter._describe(outcome, error_text))
+                write_run_snapshot(state.folder.path, reporter._make_snapshot(outcome, error_text))
 
     @contextmanager
     def follow(self, rollout: Rollout, rewards: RewardPool) -> Generator[None]:
@@ -103,18 +103,18 @@ class StatusReporter:
         try:
             yield
         except StuckError as error:
-            if error is not self._reported and not isinstance(error, NoSignalError):
-                self._reported = error
-                self._write_stuck(error)
+            if error is not self._reported_error and not isinstance(error, NoSignalError):
+                self._reported_error = error
+                self._write_stacks(error)
             raise
 
-    async def _report(self) -> None:
-        """Write every REPORT_EVERY_S until cancelled or until a write fails."""
+    async def _report_status(self) -> None:
+        """Write the status every REPORT_EVERY_S, until cancelled or until a write fails."""
         while True:
-            write_run_snapshot(self._state.folder.path, self._describe())
+            write_run_snapshot(self._state.folder.path, self._make_snapshot())
             await asyncio.sleep(REPORT_EVERY_S)
 
-    def _describe(self, outcome: str = "", error: str = "") -> RunSnapshot:
+    def _make_snapshot(self, outcome: str = "", error: str = "") -> RunSnapshot:
         now, loop_now = time.time(), asyncio.get_running_loop().time()
         rollout, rewards = self._followed[-1] if self._followed and not outcome else (None, None)
         recipe, state, trace = self._recipe, self._state, self._trace
@@ -132,22 +132,22 @@ class StatusReporter:
             phase=state.phase,
             phase_since=state.phase_since,
             stuck_after_s=recipe.run.stuck_after_s,
-            # Between two phases of a step, samples need not progress.
+            # Samples need not progress between two phases of a step.
             quiet_s=min(loop_now - rollout.last_progress(), now - state.phase_since)
             if rollout
             else 0.0,
             waits_for=rollout.describe_waits() if rollout else "",
             queued=len(rollout.fleet.queue) if rollout else 0,
-            engines=_engines(rollout, trace.last_generation_end, loop_now) if rollout else (),
+            engines=_view_engines(rollout, trace.last_generation_end, loop_now) if rollout else (),
             rewards=_view_rewards(rewards) if rewards else None,
             processes={} if outcome else self.worker_processes(),
             outcome=outcome,
             error=error[:MAX_ERROR_CHARACTERS],
         )
 
-    def _write_stuck(self, error: RollickError) -> None:
+    def _write_stacks(self, error: RollickError) -> None:
         """Log the diagnosis, and write where every task and thread waits."""
-        snapshot = self._describe()
+        snapshot = self._make_snapshot()
         folder = self._state.folder.path
         diagnosis = diagnose(snapshot, inspect_folder(folder, alive=True), now=snapshot.written_at)
         path = folder / STUCK
@@ -161,15 +161,15 @@ class StatusReporter:
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
                 file.write("\n")
-        except OSError as problem:
-            LOG.warning("cannot write the stacks: %s", problem)
+        except OSError as write_error:
+            LOG.warning("cannot write the stacks: %s", write_error)
 
 
-def _engines(
+def _view_engines(
     rollout: Rollout, last_generation_end: dict[int, float], now: float
 ) -> tuple[EngineView, ...]:
     def view(number: int, load: EngineLoad) -> EngineView:
-        limit, answered = rollout.fleet.router.limit(number), last_generation_end.get(number)
+        limit, last_end = rollout.fleet.router.limit(number), last_generation_end.get(number)
         return EngineView(
             engine=number,
             in_flight=rollout.fleet.router.in_flight(number),
@@ -178,15 +178,15 @@ def _engines(
             waiting=load.waiting,
             kv_share=load.kv_tokens / load.kv_capacity if load.kv_capacity else None,
             version=load.version,
-            last_answer_s=None if answered is None else now - answered,
+            last_answer_s=None if last_end is None else now - last_end,
         )
 
     return tuple(view(number, engine.load()) for number, engine in rollout.fleet.engines.items())
 
 
 def _view_rewards(rewards: RewardPool) -> RewardView:
-    done = rewards.stats
-    counts = (done.calls, done.failures, done.timeouts, done.restarts)
+    stats = rewards.stats
+    counts = (stats.calls, stats.failures, stats.timeouts, stats.restarts)
     return RewardView(rewards.samples_in_flight, *counts)
 
 
@@ -195,44 +195,44 @@ def _write_tasks(file: TextIO) -> None:
     file.write(f"\n{len(tasks)} tasks, innermost call last\n")
     for task in tasks[:MAX_TASKS_SHOWN]:
         file.write(f"{task.get_name()}\n")
-        file.writelines(f"  {line}\n" for line in _calls_of(task))
+        file.writelines(f"  {line}\n" for line in _list_awaits(task))
     if len(tasks) > MAX_TASKS_SHOWN:
         file.write(f"and {len(tasks) - MAX_TASKS_SHOWN} more\n")
 
 
-def _calls_of(task: asyncio.Task[Any]) -> list[str]:
+def _list_awaits(task: asyncio.Task[Any]) -> list[str]:
     """The chain of awaits of a task. Task.get_stack returns only the first frame."""
     calls: list[str] = []
-    waits: Any = task.get_coro()
-    while waits is not None:
-        kind = next((kind for kind in ("cr", "gi", "ag") if hasattr(waits, f"{kind}_frame")), None)
+    target: Any = task.get_coro()
+    while target is not None:
+        kind = next((kind for kind in ("cr", "gi", "ag") if hasattr(target, f"{kind}_frame")), None)
         if kind is None:
-            return [*calls, repr(waits)[:200]]
-        if (frame := getattr(waits, f"{kind}_frame")) is not None:
+            return [*calls, repr(target)[:200]]
+        if (frame := getattr(target, f"{kind}_frame")) is not None:
             code = frame.f_code
             calls.append(f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}")
-        waits = getattr(waits, "gi_yieldfrom" if kind == "gi" else f"{kind}_await")
+        target = getattr(target, "gi_yieldfrom" if kind == "gi" else f"{kind}_await")
     return calls
 
 
 def inspect_folder(run: Path, *, alive: bool | None) -> RunEvidence:
     """Read the status of a run from its files; `alive`: whether its process runs."""
-    checkpoint, at = _newest_checkpoint(run)
-    logged: list[dict[str, float]] = []
+    checkpoint, saved_at = _find_newest_checkpoint(run)
+    metrics: list[dict[str, float]] = []
     with suppress(OSError):
-        logged = read_metrics(run / "metrics.jsonl")
-    step = int(logged[-1]["step"]) if logged else None
+        metrics = read_metrics(run / "metrics.jsonl")
+    step = int(metrics[-1]["step"]) if metrics else None
     stuck = run / STUCK if (run / STUCK).is_file() else None
-    return RunEvidence(run, alive, checkpoint, at, step, stuck)
+    return RunEvidence(run, alive, checkpoint, saved_at, step, stuck)
 
 
-def _newest_checkpoint(run: Path) -> tuple[int | None, float]:
-    """Step and time of the newest checkpoint, from its name: hashing its files is slow."""
-    newest, at = None, 0.0
+def _find_newest_checkpoint(run: Path) -> tuple[int | None, float]:
+    """Step and time of the newest checkpoint, by name. Verifying its files would be slow."""
+    newest, saved_at = None, 0.0
     with suppress(OSError):
         for path in (run / "checkpoints").iterdir():
             match = STEP_FOLDER.match(path.name)
             manifest = path / MANIFEST
             if match and manifest.is_file() and int(match[1]) >= (newest or 0):
-                newest, at = int(match[1]), manifest.stat().st_mtime
-    return newest, at
+                newest, saved_at = int(match[1]), manifest.stat().st_mtime
+    return newest, saved_at

@@ -53,7 +53,7 @@ PRELUDES: Mapping[str, str] = {
         [
             *(f"import {name}\nfrom {name} import *\n" for name in _IMPORTED.split()),
             "from typing import *\n",
-            "from builtins import *\n",  # math and operator have a `pow` of their own
+            "from builtins import *\n",  # restores `pow`, which math and operator replace
             "class ListNode:\n    def __init__(self, val=0, next=None):\n"
             "        self.val, self.next = val, next\n",
             "class TreeNode:\n    def __init__(self, val=0, left=None, right=None):\n"
@@ -61,7 +61,7 @@ PRELUDES: Mapping[str, str] = {
         ]
     )
 }
-"""Preludes by the names that recipes use; any other text is code itself."""
+"""Preludes by name. Any other text in a recipe is used as code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,8 @@ async def score_code(completion: str, row: Row, settings: CodeSettings = DEFAULT
     prelude = PRELUDES.get(settings.prelude, settings.prelude)
     result = await run_tests(sandbox, program, row, limits, prelude=prelude)
     if not result.status.is_conclusive:
-        unavailable = result.status is Status.UNAVAILABLE
-        status = ScoreStatus.UNAVAILABLE if unavailable else ScoreStatus.FAILED
+        is_unavailable = result.status is Status.UNAVAILABLE
+        status = ScoreStatus.UNAVAILABLE if is_unavailable else ScoreStatus.FAILED
         return Score.failed(f"{result.status}: {result.detail}", status=status)
     summary = f"{result.passed} of {len(result.outcomes)} tests, isolation {result.level}"
     failures = dict.fromkeys(outcome.message for outcome in result.outcomes if not outcome.passed)
@@ -124,17 +124,16 @@ async def score_code(completion: str, row: Row, settings: CodeSettings = DEFAULT
 async def run_tests(
     sandbox: Sandbox, program: str, row: Row, limits: Limits, *, prelude: str = ""
 ) -> Result:
-    """Run the tests of a row on a program."""
-    code = add_prelude(program, prelude)
+    source = add_prelude(program, prelude)
     if "cases" in row:
         cases = [ScriptCase(str(case["input"]), str(case["output"])) for case in row["cases"]]
-        return await check_scripts(sandbox, code, cases=cases, limits=limits)
+        return await check_scripts(sandbox, source, cases=cases, limits=limits)
     if "calls" in row:
         tests = Tests(cases=tuple(map(_make_call_case, row["calls"])))
-        return await sandbox.run(Program(code, limits=limits, tests=tests))
+        return await sandbox.run(Program(source, limits=limits, tests=tests))
     if "test_file" in row:
         tests = Tests(cases=(str(row["test_file"]),), module=str(row.get("module", "solution")))
-        return await sandbox.run(Program(code, limits=limits, tests=tests))
+        return await sandbox.run(Program(source, limits=limits, tests=tests))
     if "test" in row and row.get("entry_point"):
         run = _run_method if METHOD.fullmatch(str(row["entry_point"])) else _run_check
         return await run(sandbox, program, row, limits, prelude)
@@ -142,7 +141,7 @@ async def run_tests(
         asserts = [str(test) for test in row["test_list"]]
         setup, reference = (str(row.get(name) or "") for name in ("test_setup_code", "code"))
         return await check_asserts(
-            sandbox, code, asserts=asserts, setup=setup, reference=reference, limits=limits
+            sandbox, source, asserts=asserts, setup=setup, reference=reference, limits=limits
         )
     columns = ", ".join(map(str, row)) or "none"
     return Result.not_run(f"the row has no tests; it has the columns {columns}")
@@ -153,37 +152,36 @@ async def _run_check(
 ) -> Result:
     """HumanEval: the entry point is a function, which the prompt begins."""
     entry, prompt = str(row["entry_point"]), str(row.get("prompt", ""))
-    code = add_prelude(complete_program(program, prompt, entry), prelude)
+    source = add_prelude(complete_program(program, prompt, entry), prelude)
     # The prompt's helpers come from the row, never from the candidate.
     setup = f"{prompt}\n    pass\n{row['test']}" if prompt else str(row["test"])
     return await check_asserts(
-        sandbox, code, asserts=[f"check({entry})"], setup=setup, entries=[entry], limits=limits
+        sandbox, source, asserts=[f"check({entry})"], setup=setup, entries=[entry], limits=limits
     )
 
 
 async def _run_method(
     sandbox: Sandbox, program: str, row: Row, limits: Limits, prelude: str
 ) -> Result:
-    """LeetCode: the entry point is a method, and a prompt that is code has imports and helpers.
-    Tests that use these helpers pass objects (linked lists, trees), so that they share a box with
-    the candidate."""
+    """LeetCode: the entry point is a method. A prompt that is code has imports and helpers. Tests
+    that use these helpers pass objects (linked lists, trees), so they share the candidate's box."""
     call = f"def {METHOD_ENTRY}(*args, **kwargs):\n    return {row['entry_point']}(*args, **kwargs)"
     helpers, test = f"{prelude}\n{_read_prompt_code(str(row.get('prompt', '')))}", str(row["test"])
     try:
-        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        defined = {node.name for node in parse(helpers).body if isinstance(node, kinds)}
+        definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        defined = {node.name for node in parse(helpers).body if isinstance(node, definitions)}
         names = {node.id for node in ast.walk(parse(test)) if isinstance(node, ast.Name)}
     except (SyntaxError, ValueError) as error:
         return Result.not_run(f"the tests cannot be parsed: {error}")
-    shared = not defined.isdisjoint(names)
+    uses_helpers = not defined.isdisjoint(names)
     tests = Tests(
         cases=(f"check({METHOD_ENTRY})",),
-        setup=test if shared else f"{helpers}\n{test}",
+        setup=test if uses_helpers else f"{helpers}\n{test}",
         entries=(METHOD_ENTRY,),
-        shared=shared,
+        shared=uses_helpers,
     )
-    code = f"{add_prelude(program, helpers)}\n\n{call}\n"
-    return await sandbox.run(Program(code, limits=limits, tests=tests))
+    source = f"{add_prelude(program, helpers)}\n\n{call}\n"
+    return await sandbox.run(Program(source, limits=limits, tests=tests))
 
 
 def _read_prompt_code(prompt: str) -> str:
@@ -209,28 +207,28 @@ def extract_code(completion: str, *, entry: str = "") -> str | None:
     blocks = [match[2] for match in FENCE.finditer(text) if match[1].lower() in PYTHON]
     kind, name = ("class", entry.partition("(")[0]) if METHOD.fullmatch(entry) else ("def", entry)
     definition = re.compile(rf"\b{kind} {re.escape(name)}\b")
-    defining = [block for block in blocks if entry and definition.search(block)]
-    return (defining or blocks or [text])[-1]
+    defining_blocks = [block for block in blocks if entry and definition.search(block)]
+    return (defining_blocks or blocks or [text])[-1]
 
 
 def add_prelude(program: str, prelude: str) -> str:
-    """`from __future__` imports stay at the beginning."""
+    """Insert the prelude before a program, but after its `from __future__` imports."""
     if not prelude:
         return program
-    future = "".join(FUTURE_IMPORT.findall(program))
-    return f"{future}{prelude}\n{FUTURE_IMPORT.sub('', program)}"
+    future_imports = "".join(FUTURE_IMPORT.findall(program))
+    return f"{future_imports}{prelude}\n{FUTURE_IMPORT.sub('', program)}"
 
 
 def complete_program(program: str, prompt: str, entry: str) -> str:
-    """Prepend the prompt to a program that lacks `entry`; else prepend only its helpers."""
+    """Prepend the prompt to a program that does not define `entry`, otherwise only its helpers."""
     if not re.search(rf"^(?:async )?def {re.escape(entry)}\b", program, re.MULTILINE):
         return prompt + program
     try:
-        body = parse(prompt).body
+        nodes = parse(prompt).body
     except (SyntaxError, ValueError):
         return program
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    helpers = [each for each in body if not (isinstance(each, functions) and each.name == entry)]
+    helpers = [node for node in nodes if not (isinstance(node, functions) and node.name == entry)]
     return "\n".join([*map(ast.unparse, helpers), program])
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 MAX_DIGITS = 200
-"""Maximum digits of a parsed number; a longer one is compared as text."""
+"""Maximum characters that are parsed as a number; longer texts are compared as text."""
 
 SYMBOLS = str.maketrans(
     {
@@ -37,7 +37,7 @@ TEXT_MACRO = re.compile(
 DIGIT_GROUP = re.compile(
     r"(?<=[0-9])(?:,?\\[,:;!>]|\{,\}|[\u2009\u202f\u00a0])\s*(?=[0-9]{3}(?![0-9]))"
 )
-"""What separates groups of three digits in LaTeX or print: `2\\,173` is 2173."""
+"""Separators of three-digit groups in LaTeX or print: `2\\,173` is 2173."""
 PICTOGRAPH = re.compile("[\u2600-\u27bf\u2b50\ufe0f\U0001f000-\U0001faff]+")
 """Emoji and check marks."""
 CONCLUSION = re.compile(r"^\\(?:therefore|implies|Rightarrow|rightarrow|to)(?![a-zA-Z])\s*")
@@ -97,7 +97,7 @@ MEASURES = {
     for spellings in _MEASURES.split(",")
     for spelling in spellings.split()
 }
-"""One spelling for each unit that matters: 5 cm is not 5 m, but 5 apples equal 5 fruits."""
+"""One spelling per unit of measure. 5 cm is not 5 m; other words are ignored: 5 apples equal 5."""
 RATES = {"mph": "mi/hr", "kph": "km/hr", "kmh": "km/hr"}
 POWERS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cubed": "^3"}
 UNIT_PART = re.compile(r"[a-zA-Z]+(?:\.[a-zA-Z]\b)?|/|\^\s*\{?\s*[23]")
@@ -148,7 +148,7 @@ class Number:
 
 
 def normalise(text: str) -> str:
-    """The normal form of equivalent spellings."""
+    """The normal form, which equivalent spellings share."""
     text = PICTOGRAPH.sub("", DIGIT_GROUP.sub("", text)).translate(SYMBOLS).strip()
     text = re.sub(r"√\s*\(", "sqrt(", text)
     text = re.sub(r"√\s*([0-9]+|[a-zA-Z])", r"\\sqrt{\1}", text)
@@ -162,19 +162,19 @@ def normalise(text: str) -> str:
     text = CONCLUSION.sub("", text)
     text = DECIMAL_BASE.sub("", text)
     text = APPROXIMATELY.sub(lambda match: f"{match[1]}=" if match[1] else "", text)
-    chosen = CHOICE.fullmatch(text)
-    return chosen[1] if chosen else LABEL.sub("", text)
+    choice = CHOICE.fullmatch(text)
+    return choice[1] if choice else LABEL.sub("", text)
 
 
 def compact(text: str) -> str:
-    """Without spaces, except between digits, and with `_8` for `_{8}` and `^8` for `^{8}`."""
+    """Remove spaces, except between digits. Write `_{8}` as `_8` and `^{8}` as `^8`."""
     text = re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", text)
     text = re.sub(r"\^\{([0-9a-zA-Z])\}(?![0-9a-zA-Z])", r"^\1", text)
     return re.sub(r"_\{([0-9a-zA-Z]+)\}", r"_\1", text)
 
 
 def read_number(text: str) -> Number | None:
-    """The text as a number with an optional unit; None if it is not one."""
+    """Parse a number with an optional unit; None if the text is not one."""
     match = NUMBER.fullmatch(text.strip()) if len(text) <= MAX_DIGITS else None
     if match is None:
         return None
@@ -223,13 +223,13 @@ def split_unit(text: str) -> tuple[str, str]:
 
 
 def is_prose(text: str) -> bool:
-    """Whether the text is words. Their letters are not unknowns: `east` is not `seat`."""
+    """Whether the text is words, whose letters are not variables: `east` is not `seat`."""
     words = {word.lower() for word in WORD.findall(text)}
     return bool(words - FUNCTIONS) or text.lower() == "no"
 
 
 def to_latex(text: str) -> str:
-    """An expression in LaTeX or program notation, as LaTeX."""
+    """Convert an expression in LaTeX or program notation to LaTeX."""
     text = MEMBER.sub("", text)
     is_plain = "\\" not in text and "{" not in text
     text = re.sub(r"\s+(?:and|or)\s+", ", ", text)
@@ -248,7 +248,7 @@ def to_latex(text: str) -> str:
 
 
 def _brace_fractions(text: str) -> str:
-    r"""`\dfrac34`, `\frac 3{4}` and the like as `\frac{3}{4}`."""
+    r"""Write `\dfrac34`, `\frac 3{4}` and similar forms as `\frac{3}{4}`."""
     text = re.sub(r"\\[dtc]frac", r"\\frac", text)
     text = re.sub(r"\\frac\s*([0-9a-zA-Z])\s*([0-9a-zA-Z])", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\frac\s*([0-9a-zA-Z])\s*\{", r"\\frac{\1}{", text)
@@ -278,15 +278,15 @@ def _read_value(match: re.Match[str]) -> Fraction | None:
         return int(whole) + Fraction(top, bottom) if bottom else None
     top = part["top"] or part["top_2"]
     if top:
-        bottom = _decimal(part["bottom"] or part["bottom_2"])
-        return _decimal(top) / bottom if bottom else None
+        bottom = _parse_decimal(part["bottom"] or part["bottom_2"])
+        return _parse_decimal(top) / bottom if bottom else None
     power = int(part["power"] or part["exponent"] or 0)
     if abs(power) > MAX_POWER:
         return None
-    return _decimal(part["scaled"] or part["decimal"]) * Fraction(10) ** power
+    return _parse_decimal(part["scaled"] or part["decimal"]) * Fraction(10) ** power
 
 
-def _decimal(digits: str) -> Fraction:
+def _parse_decimal(digits: str) -> Fraction:
     return Fraction(digits.replace(",", "").rstrip(".") or "0")
 
 
@@ -312,11 +312,11 @@ def unit_name(text: str, currency: str = "") -> str:
         elif word in POWERS:
             name, power = (name + POWERS[word], power) if name else ("", POWERS[word])
         else:
-            known = RATES.get(word) or MEASURES.get(word) or MEASURES.get(word.removesuffix("s"))
+            measure = RATES.get(word) or MEASURES.get(word) or MEASURES.get(word.removesuffix("s"))
             is_preposition = word == "in" and index + 1 < len(parts)
-            if known is None or is_preposition or (name and not name.endswith("/")):
+            if measure is None or is_preposition or (name and not name.endswith("/")):
                 break
-            name, power = name + known + power, ""
+            name, power = name + measure + power, ""
     return name.rstrip("/")
 
 
@@ -325,7 +325,7 @@ def is_same_unit(unit: str, other: str) -> bool:
     denominator matches any: dollars match dollars per hour."""
     if not unit or not other:
         return True
-    unit, other = (each.replace("lb", "pound") for each in (unit, other))  # money or weight
+    unit, other = (name.replace("lb", "pound") for name in (unit, other))  # money or weight
     (top, _, bottom), (other_top, _, other_bottom) = unit.partition("/"), other.partition("/")
     return top == other_top and (bottom == other_bottom or not bottom or not other_bottom)
 

@@ -51,12 +51,12 @@ NOT_CALLED = Score.failed("")
 InProcessReward = Callable[[Sample], Coroutine[Any, Any, Score]]
 MAX_CACHED_SCORES = 50_000
 MAX_LOST_CHILDREN = 3
-"""A job fails when this many children were lost with it, by no fault of a call."""
+"""A job fails after this many children were lost with it and no call was at fault."""
 
 
 @dataclass(slots=True)
 class RewardPoolStats:
-    """Since the pool was opened. A call is one sample with all its rewards."""
+    """Counts since the pool was opened. A call is one sample with all its rewards."""
 
     calls: int = 0
     failures: int = 0
@@ -66,16 +66,16 @@ class RewardPoolStats:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A sample to score."""
+    """A sample to score in a child."""
 
     payload: bytes
     """The pickled sample and its calls."""
     num_rewards: int
     scores: asyncio.Future[list[Score]]
     batch: int = 0
-    """Largest batch size of its rewards; 0: none takes batches."""
+    """Largest batch size of its rewards; 0: none supports batches."""
     unbatched: bool = False
-    """Retry this job in a frame of its own, because a batch with it was lost."""
+    """Retry this job alone, because a batch with it was lost."""
     lost_children: int = 0
 
 
@@ -135,7 +135,7 @@ class RewardPool:
         in_process: Mapping[str, InProcessReward] | None = None,
         faults: FaultLog | None = None,
     ) -> AsyncGenerator[RewardPool, None]:
-        """Start the children and wait until each has loaded the rewards.
+        """Start the children and wait until all have loaded the rewards.
 
         `rewards`: by the name that a RewardSpec uses, a function or a reference (a built-in name,
         file.py:function relative to `base`, module:function). `output`: file for what rewards
@@ -150,7 +150,7 @@ class RewardPool:
         async with supervisor.run(processes if rewards else 0, pool._serve, pool._fail_pending):
             if rewards:
                 declared = json.loads(supervisor.ready_body)
-                pool.declared = {name: Declaration(**each) for name, each in declared.items()}
+                pool.declared = {name: Declaration(**values) for name, values in declared.items()}
             yield pool
 
     async def score(self, sample: Sample, specs: Sequence[RewardSpec]) -> Score:
@@ -159,23 +159,23 @@ class RewardPool:
         if self._error is not None:
             raise self._error
         _check_specs(specs, {*self._supervisor.setup.definitions, *self.in_process}, sample)
-        scores = self._known_scores(sample, specs)
+        scores = self._lookup_scores(sample, specs)
         missing = [index for index, score in enumerate(scores) if score is None]
         if missing:
             self.samples_in_flight += 1
             try:
-                computed = await self._compute(sample, [specs[index] for index in missing])
+                computed = await self._compute_scores(sample, [specs[index] for index in missing])
             finally:
                 self.samples_in_flight -= 1
             for index, score in zip(missing, computed, strict=True):
                 scores[index] = score
         return self._combine(specs, [score for score in scores if score is not None])
 
-    def _known_scores(self, sample: Sample, specs: Sequence[RewardSpec]) -> list[Score | None]:
+    def _lookup_scores(self, sample: Sample, specs: Sequence[RewardSpec]) -> list[Score | None]:
         """For each reward: the cached score, a failed score if max_cost is spent, or None."""
         scores: list[Score | None] = []
         for spec in specs:
-            score = self._cache.get(self._key(sample, spec))
+            score = self._cache.get(self._cache_key(sample, spec))
             cost = self.call_counts.cost(spec.name)
             if score is None and spec.max_cost and cost >= spec.max_cost:
                 score = Score.failed(f"its max_cost of {spec.max_cost:g} is spent: {cost:.4g}")
@@ -185,14 +185,14 @@ class RewardPool:
             scores.append(score)
         return scores
 
-    def _key(self, sample: Sample, spec: RewardSpec) -> bytes | None:
+    def _cache_key(self, sample: Sample, spec: RewardSpec) -> bytes | None:
         declared = self.declared.get(spec.name, IN_PROCESS)
         use_cache = declared.cache if spec.cache is None else spec.cache
         if not use_cache or declared.sees_sample:
             return None
         return content_key(sample, spec, version=declared.version)
 
-    async def _compute(self, sample: Sample, specs: Sequence[RewardSpec]) -> list[Score]:
+    async def _compute_scores(self, sample: Sample, specs: Sequence[RewardSpec]) -> list[Score]:
         """Call rewards in a child and in this process, concurrently; cache and count the scores."""
         for_child = [spec for spec in specs if spec.name not in self.in_process]
         in_process = [self.in_process[spec.name] for spec in specs if spec.name in self.in_process]
@@ -208,7 +208,7 @@ class RewardPool:
             for spec in specs
         ]
         for spec, score in zip(specs, scores, strict=True):
-            self._cache.put(self._key(sample, spec), score)
+            self._cache.put(self._cache_key(sample, spec), score)
             if score is not NOT_CALLED:
                 self.call_counts.count(spec.name, score)
                 self.call_counts.check_error_budget(spec)
@@ -253,15 +253,15 @@ class RewardPool:
     async def _serve(self, child: Child, rank: int) -> None:
         """Take waiting jobs, run them on the child and replace it when lost. Never returns."""
         now = asyncio.get_running_loop().time
-        size = 1
+        frame_size = 1
         while True:
-            jobs = await self._take_jobs(size)
+            jobs = await self._take_jobs(frame_size)
             started = now()
             failure = await self._run_frame(child, jobs)
-            seconds_each = max((now() - started) / len(jobs), 1e-6)
-            size = max(1, min(MAX_FRAME_JOBS, 2 * size, int(FRAME_SECONDS / seconds_each)))
+            job_s = max((now() - started) / len(jobs), 1e-6)
+            frame_size = max(1, min(MAX_FRAME_JOBS, 2 * frame_size, int(FRAME_SECONDS / job_s)))
             if failure is not None:
-                size = 1
+                frame_size = 1
                 self.stats.restarts += 1
                 timed_out, cause = failure.status is ScoreStatus.TIMEOUT, failure.detail
                 child = await self._supervisor.replace(
@@ -275,13 +275,13 @@ class RewardPool:
             jobs: list[_Job] = []
             share = ceil(len(self._waiting) / self.processes)
             while self._waiting and len(jobs) < share:
-                first = self._waiting[0]
-                max_jobs = max(size, jobs[0].batch if jobs else first.batch)
-                if jobs and (first.unbatched or jobs[0].unbatched or len(jobs) >= max_jobs):
+                job = self._waiting[0]
+                max_jobs = max(size, jobs[0].batch if jobs else job.batch)
+                if jobs and (job.unbatched or jobs[0].unbatched or len(jobs) >= max_jobs):
                     break
                 self._waiting.popleft()
-                if not first.scores.done():
-                    jobs.append(first)
+                if not job.scores.done():
+                    jobs.append(job)
             if jobs:
                 return jobs
             if not self._waiting:
@@ -306,7 +306,7 @@ class RewardPool:
                     else:
                         number, scores = decode_scores(content)
                         running = {}
-                        _resolve(remaining.pop(number), scores)
+                        _resolve_job(remaining.pop(number), scores)
             return None
         except TimeoutError:
             child.failed_at = time.time() - self.timeout_s
@@ -323,8 +323,9 @@ class RewardPool:
 
     def _handle_loss(self, jobs: dict[int, _Job], running: dict[int, int], failure: Score) -> None:
         """Fail the job that was running; return the others to the front of the queue, in order. If
-        a batch was running, retry each of its jobs alone. If none is to blame (`running` is empty),
-        count the loss for each job, so that a job that kills its child is not retried forever."""
+        a batch was running, retry each of its jobs alone. If no call is at fault (`running` is
+        empty), count the loss for each job, so that a job that kills its child is not retried
+        forever."""
         for number in running:
             jobs[number].unbatched = len(running) > 1
         if len(running) == 1:
@@ -332,12 +333,12 @@ class RewardPool:
             job = jobs.pop(number)
             scores = [NOT_CALLED] * job.num_rewards
             scores[index] = failure
-            _resolve(job, scores)
+            _resolve_job(job, scores)
         elif not running:
             for number, job in list(jobs.items()):
                 job.lost_children += 1
                 if job.lost_children >= MAX_LOST_CHILDREN:
-                    _resolve(jobs.pop(number), [failure])
+                    _resolve_job(jobs.pop(number), [failure])
         self._waiting.extendleft(reversed(jobs.values()))
         self._wake.set()
 
@@ -358,7 +359,7 @@ def _score_of_exit(child: Child) -> Score:
     return Score.failed(f"its process died ({child.exit_text})")
 
 
-def _resolve(job: _Job, scores: list[Score]) -> None:
+def _resolve_job(job: _Job, scores: list[Score]) -> None:
     """Set the result of a job: a score for each reward, or one failure for all of them."""
     if not job.scores.done():
         is_complete = len(scores) == job.num_rewards
@@ -371,7 +372,7 @@ def _check_specs(specs: Sequence[RewardSpec], known: set[str], sample: Sample) -
         raise RewardError(message, fix="give the domain at least one reward")
     for spec in specs:
         if spec.name not in known:
-            fix = f"it has: {', '.join(sorted(known)) or 'none'}"
+            fix = f"use one of its rewards: {', '.join(sorted(known)) or 'none'}"
             raise RewardError(f"the reward {spec.name!r} was not given to the pool", fix=fix)
 
 

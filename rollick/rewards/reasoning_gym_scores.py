@@ -5,7 +5,7 @@
 Some of its scorers pass the answer, which the policy wrote, to `eval` or to sympy's parser, which
 evaluates. Both are replaced in this process before the first call: `eval` by a parser of literals,
 the last step of sympy's parser by one that checks every node first. A test searches the installed
-package for other evaluation.
+package for other evaluation of code.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NAMES = (
     "True False erf Si Ci li"
 )
 ALLOWED_NAMES = frozenset(_NAMES.split())
-"""Names that an expression may use, besides the unknowns that a scorer defines."""
+"""Names that an expression may use, besides the unknowns of the scorer."""
 
 TAKES_TEXT = frozenset({"Symbol", "Integer", "Float", "Rational"})
 """Functions whose arguments may be text."""
@@ -54,9 +54,9 @@ CPU_S = 0.8
 MAX_EXPRESSION = 4000
 """Characters of an expression that sympy parses."""
 MAX_ANSWER = 4000
-"""Characters; an answer that is longer, and longer than four references, is wrong."""
+"""Maximum characters of a correct answer, or four times its reference if that is more."""
 MAX_ANSWERS = {"propositional_logic": 200}
-"""The same for tasks whose scorers are slow."""
+"""MAX_ANSWER of tasks whose scorers are slow."""
 
 ALLOWED_NODES = (
     *(ast.Expression, ast.Call, ast.Name, ast.Load, ast.Constant, ast.BinOp, ast.UnaryOp),
@@ -77,8 +77,8 @@ def reasoning_gym(
     if not answer:
         return 0.0
     puzzle, scorer = _load_puzzle(task, entry, settings, index), open_task(task, settings)
-    longest = MAX_ANSWERS.get(task, MAX_ANSWER)
-    if len(answer) > max(longest, 4 * len(str(puzzle["answer"]))):
+    max_length = MAX_ANSWERS.get(task, MAX_ANSWER)
+    if len(answer) > max(max_length, 4 * len(str(puzzle["answer"]))):
         return 0.0
     if task in COMPARED_TASKS:
         return float(_equals_reference(answer, str(puzzle["answer"])))
@@ -97,7 +97,7 @@ def reasoning_gym(
 
 
 def _equals_reference(answer: str, reference: str) -> bool:
-    """The same number within 0.001, or the same words."""
+    """Whether both are the same number within 0.001, or the same words."""
     number, expected = read_number(answer), read_number(reference)
     if number is not None and expected is not None:
         return abs(number.value - expected.value) <= Fraction(1, 1000)
@@ -118,8 +118,8 @@ def extract_gym_answer(completion: str) -> str | None:
 
 
 def _warm_up(task: str, settings: str, scorer: Any, puzzle: Mapping[str, Any]) -> None:
-    """Score the reference of the first row of a task, which loads what its scorer needs. Only the
-    answer's own time is limited."""
+    """Score the reference of a task's first row without a time limit: this loads what the scorer
+    needs, so that the limit covers only the answer."""
     if (task, settings) not in _warm_tasks and puzzle["answer"] is not None:
         _warm_tasks.add((task, settings))
         with suppress(Exception):
@@ -149,7 +149,7 @@ def replace_eval() -> None:
     evaluate: Any = vars(parser)["eval_expr"]
     tokenize: Any = vars(parser)["stringify_expr"]
 
-    def tokenize_short(text: str, *arguments: Any) -> Any:
+    def tokenize_limited(text: str, *arguments: Any) -> Any:
         if len(text) > MAX_EXPRESSION:
             raise ValueError(f"an expression of {len(text)} characters is not evaluated")
         return tokenize(text, *arguments)
@@ -158,13 +158,13 @@ def replace_eval() -> None:
         check_expression(code, known=frozenset(local_dict))
         return evaluate(code, local_dict, global_dict)
 
-    vars(parser)["stringify_expr"] = tokenize_short
+    vars(parser)["stringify_expr"] = tokenize_limited
     vars(parser)["eval_expr"] = evaluate_checked
 
 
 def check_expression(code: str, *, known: frozenset[str]) -> None:
-    """ValueError unless the code is arithmetic on numbers, unknowns and mathematical functions, and
-    its numbers stay small."""
+    """Raises ValueError unless the code is arithmetic on numbers, unknowns and mathematical
+    functions, and its numbers stay small."""
     tree = ast.parse(code.strip(), mode="eval")
     _check_text_arguments(tree)
     for node in ast.walk(tree):
@@ -178,11 +178,11 @@ def check_expression(code: str, *, known: frozenset[str]) -> None:
 
 
 def _check_text_arguments(tree: ast.AST) -> None:
-    """ValueError if text is anything but an argument of a function that reads it: `'a' * 10**9`."""
+    """Raises ValueError if text is used except as an argument of TAKES_TEXT: `'a' * 10**9`."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    readers = [call for call in calls if getattr(call.func, "id", "") in TAKES_TEXT]
-    allowed = {id(argument) for call in readers for argument in call.args}
+    text_calls = [call for call in calls if getattr(call.func, "id", "") in TAKES_TEXT]
+    allowed_ids = {id(argument) for call in text_calls for argument in call.args}
     for node in ast.walk(tree):
         is_number = isinstance(node, ast.Constant) and isinstance(node.value, int | float | complex)
-        if isinstance(node, ast.Constant) and not is_number and id(node) not in allowed:
+        if isinstance(node, ast.Constant) and not is_number and id(node) not in allowed_ids:
             raise ValueError(f"an answer with {type(node.value).__name__} is not evaluated")

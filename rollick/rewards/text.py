@@ -1,6 +1,6 @@
-"""Rewards for the text of a completion: equal to the column `answer`, its language, its form.
+"""Rewards that compare the text of a completion with the column `answer`, or score its form.
 
-Rewards for the form (schemas, patterns, tags, length, repetition) do not check correctness.
+The form is language, schema, pattern, tags, length and repetition; it says nothing of correctness.
 `repetition` is a penalty (0 is none, -1 the worst); the others are between 0 and 1.
 """
 
@@ -29,7 +29,7 @@ NUMBER = re.compile(
 """An optional sign, digits (1234 or 1,234), an optional fraction. Never evaluated as code."""
 
 CPU_S = 0.8
-"""CPU seconds that a pattern or a schema may take for a completion."""
+"""CPU seconds that a pattern or a schema may take per completion; if it takes more, it scores 0."""
 LETTER = re.compile(r"(?<![\w'’])\(?([A-Z])\)?(?![\w'’])")
 """A capital that stands alone: `B`, `(B)`, `B.`, `**B**`."""
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -91,8 +91,8 @@ def f1(completion: str, answer: Any) -> float:
     answers = [answer] if isinstance(answer, str) or not isinstance(answer, Sequence) else answer
     if not answers:
         raise ValueError("the row has no answer")
-    marked = extract_answer(completion, plain=False)
-    words = _split_words(marked.text if marked else completion)
+    marked_answer = extract_answer(completion, plain=False)
+    words = _split_words(marked_answer.text if marked_answer else completion)
     return max(
         _compute_f1(words, _split_words(str(each))) for each in cast("Sequence[Any]", answers)
     )
@@ -104,7 +104,7 @@ def language(completion: str, language: str) -> float:
 
 
 def is_language(text: str, language: str) -> bool:
-    """Whether the text is in the language of this ISO 639-1 code; never for one without letters.
+    """Whether the text is in the language of this ISO 639-1 code; False for a text without letters.
     Detected by py3langid (97 languages, small, deterministic)."""
     if not any(letter.isalpha() for letter in text):
         return False
@@ -113,7 +113,7 @@ def is_language(text: str, language: str) -> bool:
     except ImportError as error:
         raise MissingExtra.of("py3langid", "rewards") from error
     identifier: Any = py3langid
-    # The model has seen few capitals and would detect another language.
+    # The detector was trained on few capitals and misdetects them.
     detected, _ = identifier.classify(_limit_accents(text).lower())
     codes = [code.lower().replace("_", "-") for code in (str(detected), language)]
     return len({LANGUAGE_ALIASES.get(code, code) for code in codes}) == 1
@@ -156,8 +156,8 @@ def length(
     if unit not in counts:
         raise ValueError(f"the unit {unit!r} is not one of {', '.join(counts)}")
     count = counts[unit]
-    outside = max(min_length - count, count - max_length if max_length else 0, 0)
-    return max(0.0, 1.0 - outside / slope) if slope else float(outside == 0)
+    excess = max(min_length - count, count - max_length if max_length else 0, 0)
+    return max(0.0, 1.0 - excess / slope) if slope else float(excess == 0)
 
 
 def repetition(completion: str, phrase: int = 4) -> float:
@@ -181,13 +181,13 @@ def tags(completion: str, order: str = "think,answer", prefilled: bool = False) 
     tag."""
     names = [name.strip() for name in order.split(",") if name.strip()]
     if not names:
-        raise ValueError("order names no tag")
-    opened = [f"<{name}>" for name in names]
-    closed = [f"</{name}>" for name in names]
-    text = (opened[0] if prefilled else "") + completion.strip()
-    if any(text.count(tag) != 1 for tag in (*opened, *closed)):
+        raise ValueError("order has no tag; use one such as think,answer")
+    opening_tags = [f"<{name}>" for name in names]
+    closing_tags = [f"</{name}>" for name in names]
+    text = (opening_tags[0] if prefilled else "") + completion.strip()
+    if any(text.count(tag) != 1 for tag in (*opening_tags, *closing_tags)):
         return 0.0
-    pairs = zip(opened, closed, strict=True)
+    pairs = zip(opening_tags, closing_tags, strict=True)
     pattern = r"\s*".join(f"{re.escape(a)}(.+?){re.escape(b)}" for a, b in pairs)
     match = re.fullmatch(pattern, text, re.DOTALL)
     return float(match is not None and all(visible_text(inner).strip() for inner in match.groups()))
@@ -197,10 +197,10 @@ def _read_choices(choices: Any) -> dict[str, str]:
     if choices is None:
         return dict.fromkeys(string.ascii_uppercase, "")
     if isinstance(choices, Mapping):
-        given = cast("Mapping[Any, Any]", choices)
-        if set(given) >= {"label", "text"}:  # the form of ARC
-            return dict(zip(map(str, given["label"]), map(str, given["text"]), strict=True))
-        return {str(letter).strip().upper(): str(text) for letter, text in given.items()}
+        mapping = cast("Mapping[Any, Any]", choices)
+        if set(mapping) >= {"label", "text"}:  # the form of ARC
+            return dict(zip(map(str, mapping["label"]), map(str, mapping["text"]), strict=True))
+        return {str(letter).strip().upper(): str(text) for letter, text in mapping.items()}
     texts = cast("Sequence[Any]", choices)
     return dict(zip(string.ascii_uppercase, map(str, texts), strict=False))
 
@@ -214,8 +214,8 @@ def _find_answer_letter(answer: Any, options: Mapping[str, str]) -> str:
         letter = text.strip("().").upper()
         if letter in options:
             return letter
-        for name, words in options.items():
-            if words and _split_words(words) == _split_words(text):
+        for name, choice in options.items():
+            if choice and _split_words(choice) == _split_words(text):
                 return name
     raise ValueError(f"the answer {answer!r} is not one of the choices {', '.join(options)}")
 
@@ -228,7 +228,7 @@ def _find_choice(completion: str, options: Mapping[str, str]) -> str | None:
     if text.strip("().: ").upper() in options:
         return text.strip("().: ").upper()
     letters = {letter for letter in LETTER.findall(text) if letter in options}
-    letters -= {"I"} if len(letters) > 1 else set()  # most likely the pronoun
+    letters -= {"I"} if len(letters) > 1 else set()  # probably the pronoun
     if len(letters) == 1:
         return letters.pop()
     words = f" {' '.join(_split_words(text))} "
@@ -252,14 +252,14 @@ def _limit_accents(text: str) -> str:
 
 @cache
 def _make_accents_pattern() -> re.Pattern[str]:
-    accents = "".join(each for each in _list_characters() if unicodedata.combining(each))
+    accents = "".join(char for char in _list_characters() if unicodedata.combining(char))
     return re.compile(f"([{accents}]{{30}})[{accents}]+")
 
 
 @cache
 def _make_punctuation_table() -> dict[int, str]:
     """A space for each punctuation mark."""
-    return {ord(each): " " for each in _list_characters() if unicodedata.category(each)[0] == "P"}
+    return {ord(char): " " for char in _list_characters() if unicodedata.category(char)[0] == "P"}
 
 
 def _list_characters() -> list[str]:
@@ -301,9 +301,9 @@ def _make_validator(schema: str) -> Any:
     parsed: Any = json.loads(schema)
     if not isinstance(parsed, Mapping | bool):
         raise ValueError(f"a JSON Schema is an object, not {schema[:60]}")
-    kind: Any = validator_for(cast("Any", parsed))
+    validator: Any = validator_for(cast("Any", parsed))
     try:
-        kind.check_schema(parsed)
+        validator.check_schema(parsed)
     except SchemaError as error:
         raise ValueError(f"not a JSON Schema: {error.message}") from error
-    return kind(parsed, registry=Registry())
+    return validator(parsed, registry=Registry())

@@ -11,8 +11,8 @@ adds one token per running job to the cache, and m steps take
 
     prefill_s + step_s * m + step_growth_s * m (m - 1) / 2
 
-where prefill_s is the prefill of the first step, and step_growth_s the time to read the tokens that
-a step adds to the cache.
+where prefill_s is the prefill time of the first step, and step_growth_s the time to read the tokens
+that a step adds to the cache.
 
 A job's last step and the step at which the cache is full are known in advance. So only changes
 of the batch are simulated (O(log slots) each); the steps between two changes cost nothing.
@@ -31,13 +31,13 @@ from rollick.simulator.step_time import StepTime
 from rollick.types import EngineLoad
 
 HEADROOM = 16
-"""Tokens for each running job that must be free in the cache before one more starts: otherwise a
-job could be preempted one step after its start."""
+"""Free cache tokens per running job that the start of another job requires. With fewer, a job could
+be preempted one step after its start."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineUsage:
-    """What one engine, or several (see `total_usage`), did with its time."""
+    """How one engine, or several (see `total_usage`), spent its time."""
 
     elapsed_s: float = 0.0
     busy_s: float = 0.0
@@ -69,7 +69,7 @@ def total_usage(usages: Iterable[EngineUsage]) -> EngineUsage:
 class EngineBatch:
     """The batch of one engine. A boundary is the time between two steps. `settle` chooses the jobs
     that run from a boundary on and returns the time of the next boundary; `reach` advances to it.
-    Call take and commit only at a boundary, and call `settle` afterwards."""
+    Call `take` and `commit` only at a boundary, and `settle` afterwards."""
 
     def __init__(
         self, step_time: StepTime, slots: int, kv_capacity: int, *, speed: float, version: int
@@ -82,24 +82,24 @@ class EngineBatch:
         self.preempted = 0
         self._step_time = step_time
         self.speed = speed
-        self._prefixes = PrefixCache(entries=slots)
-        self._leaving: list[EngineJob] = []
-        self._ending: list[tuple[int, int, EngineJob]] = []
-        self._fresh: list[EngineJob] = []  # entered for the first time at the last boundary
+        self._prefixes = PrefixCache(max_entries=slots)
+        self._cancelled: list[EngineJob] = []
+        self._end_heap: list[tuple[int, int, EngineJob]] = []
+        self._new_jobs: list[EngineJob] = []  # entered for the first time at the last boundary
         # (step, version after that step, whether the jobs running then kept their cache)
         self._commits = [(0, version, False)]
         self._last_order = 0
-        self._blocked = False
-        # The last boundary, and what the cache holds there.
+        self._is_blocked = False
+        # The last boundary, and the tokens in the cache there.
         self._step = 0
         self._boundary_s = 0.0
-        self._kv = 0
+        self._kv_tokens = 0
         # Tokens that the next step prefills: of new jobs, and of jobs with order <= _stale_before.
-        self._prefill = 0
-        self._stale = 0
+        self._prefill_tokens = 0
+        self._stale_tokens = 0
         self._stale_before = 0
         # The next boundary (time, step), and the coefficients of the step times until then.
-        self._plan: tuple[float, int] | None = None
+        self._next_boundary: tuple[float, int] | None = None
         self._prefill_s = self._step_s = self._step_growth_s = 0.0
         self._busy_s = self._slot_s = 0.0
         self._generated = self._prefilled = self._recomputed = 0
@@ -107,66 +107,66 @@ class EngineBatch:
     def submit(self, job: EngineJob) -> bool:
         """Queue a job, at any time. Returns whether it may start at the next boundary."""
         self.waiting[job] = None
-        return len(self.running) < self.slots and not self._blocked
+        return len(self.running) < self.slots and not self._is_blocked
 
     def drop(self, job: EngineJob) -> None:
         """Cancel a job, at any time; a running one leaves at the next boundary."""
         if job.order != WAITING:
-            self._leaving.append(job)
+            self._cancelled.append(job)
         self.waiting.pop(job, None)
 
     def take(self, job: EngineJob) -> None:
         """Remove a waiting or running job immediately, to continue it elsewhere with its tokens."""
         if job.order != WAITING:
-            self._leave(job, keep=False)
+            self._remove_job(job, keep=False)
         self.waiting.pop(job, None)
 
     def in_step(self, now: float) -> bool:
         """Whether a step is running, so that changes must wait for its end."""
-        return self._plan is not None and now > self._boundary_s
+        return self._next_boundary is not None and now > self._boundary_s
 
     def settle(self, now: float, *, hold: bool = False, boundary: bool = False) -> float | None:
-        """The time of the next change; None if nothing changes until a job is submitted. During a
-        step it is the step's end if `boundary` or `hold` is set, or a job can enter or must leave.
-        At a boundary, `hold` starts no further step."""
-        if self.in_step(now) and self._plan is not None:
-            room = self.waiting and len(self.running) < self.slots and not self._blocked
-            if boundary or hold or room or self._leaving:
-                self._plan = self._boundary_after(now)
-            return self._plan[0]
+        """Return the time of the next change; None if nothing changes until a job is submitted.
+        During a step that is the step's end if `boundary` or `hold` is set, or a job can start or
+        must leave. At a boundary, `hold` starts no further step."""
+        if self.in_step(now) and self._next_boundary is not None:
+            can_admit = self.waiting and len(self.running) < self.slots and not self._is_blocked
+            if boundary or hold or can_admit or self._cancelled:
+                self._next_boundary = self._find_step_end(now)
+            return self._next_boundary[0]
         self._boundary_s = now
-        self._plan = None
-        for job in self._leaving:
+        self._next_boundary = None
+        for job in self._cancelled:
             if job.order != WAITING:
-                self._leave(job, keep=False)
-        self._leaving.clear()
+                self._remove_job(job, keep=False)
+        self._cancelled.clear()
         if not hold:
             self._preempt()
             self._admit()
-            self._plan = self._next_change()
-        return self._plan[0] if self._plan else None
+            self._next_boundary = self._find_next_boundary()
+        return self._next_boundary[0] if self._next_boundary else None
 
     def reach(self) -> list[EngineJob]:
         """Advance to the boundary that `settle` returned. Returns the jobs that ended, in order."""
-        assert self._plan is not None
-        time, step = self._plan
-        self._busy_s, self._slot_s = self._times(time)
-        self._plan = None
-        self._boundary_s = time
-        self._count_tokens(step - self._step)
+        assert self._next_boundary is not None
+        end_s, step = self._next_boundary
+        self._busy_s, self._slot_s = self._busy_and_slot_s(end_s)
+        self._next_boundary = None
+        self._boundary_s = end_s
+        self._complete_steps(step - self._step)
         ended: list[EngineJob] = []
-        while self._ending and self._ending[0][0] <= step:
-            _, order, job = heappop(self._ending)
+        while self._end_heap and self._end_heap[0][0] <= step:
+            _, order, job = heappop(self._end_heap)
             if job.order == order:
-                self._leave(job, keep=True)
+                self._remove_job(job, keep=True)
                 ended.append(job)
         return ended
 
     def stop(self, now: float) -> None:
         """Stop the engine. Counts the busy time so far, also of an unfinished step."""
-        self._busy_s, self._slot_s = self._times(now)
-        self._count_tokens(self._steps_until(now))
-        self._plan = None
+        self._busy_s, self._slot_s = self._busy_and_slot_s(now)
+        self._complete_steps(self._steps_until(now))
+        self._next_boundary = None
         self._boundary_s = now
 
     def commit(self, version: int, *, keep_cache: bool) -> None:
@@ -175,14 +175,14 @@ class EngineBatch:
         if keep_cache and version == self.version:
             return
         # A stale cache cannot be kept: the next step recomputes it with the new version.
-        keep_cache = keep_cache and not self._stale
+        keep_cache = keep_cache and not self._stale_tokens
         self.version = version
-        self._prefixes.clear(held=keep_cache)
+        self._prefixes.clear(include_held=keep_cache)
         self._commits.append((self._step, version, keep_cache))
         if not keep_cache:
-            self._stale = self._kv
+            self._stale_tokens = self._kv_tokens
             self._stale_before = self._last_order
-            self._prefill = 0
+            self._prefill_tokens = 0
 
     def load(self, now: float) -> EngineLoad:
         generated = self._steps_until(now) * len(self.running)
@@ -191,15 +191,15 @@ class EngineBatch:
             waiting=len(self.waiting),
             slots=self.slots,
             generated_tokens=self._generated + generated,
-            busy_seconds=self._times(now)[0],
+            busy_seconds=self._busy_and_slot_s(now)[0],
             version=self.version,
-            kv_tokens=self._kv + generated,
+            kv_tokens=self._kv_tokens + generated,
             kv_capacity=self.kv_capacity,
             preempted=self.preempted,
         )
 
     def usage(self, now: float, *, elapsed_s: float) -> EngineUsage:
-        busy_s, slot_s = self._times(now)
+        busy_s, slot_s = self._busy_and_slot_s(now)
         return EngineUsage(
             elapsed_s=elapsed_s,
             busy_s=busy_s,
@@ -214,55 +214,55 @@ class EngineBatch:
     def _admit(self) -> None:
         """Start waiting jobs in free slots, first come first served, while the cache has room."""
         running, capacity = self.running, self.kv_capacity
-        self._blocked = False
+        self._is_blocked = False
         while self.waiting and len(running) < self.slots:
             job = next(iter(self.waiting))
             needed = job.context + HEADROOM * (len(running) + 1)
-            if capacity and running and self._kv + needed > capacity:
-                self._blocked = True
+            if capacity and running and self._kv_tokens + needed > capacity:
+                self._is_blocked = True
                 break
             del self.waiting[job]
-            self._enter(job)
+            self._start_job(job)
         if capacity:
-            self._prefixes.evict(capacity - self._kv)
+            self._prefixes.evict(capacity - self._kv_tokens)
 
-    def _enter(self, job: EngineJob) -> None:
+    def _start_job(self, job: EngineJob) -> None:
         self._last_order += 1
         context, generated = job.context, job.generated
         job.order = self._last_order
         job.began = self._step
         job.prefill = prefill = context - self._prefixes.enter(job, context)
-        self._prefill += prefill
-        self._kv += context
+        self._prefill_tokens += prefill
+        self._kv_tokens += context
         if generated:
             self._recomputed += prefill
         self.running[job] = None
         if job.entered_s < 0:
             job.entered_s = self._boundary_s
-            self._fresh.append(job)
-        heappush(self._ending, (self._step + job.target - generated, self._last_order, job))
+            self._new_jobs.append(job)
+        heappush(self._end_heap, (self._step + job.target - generated, self._last_order, job))
 
-    def _leave(self, job: EngineJob, *, keep: bool) -> None:
+    def _remove_job(self, job: EngineJob, *, keep: bool) -> None:
         """Remove a job from the batch and update its counts. `keep`: its prefix stays cached."""
-        ran = self._step - job.began
-        context = job.context + ran
-        if self._stale and job.order <= self._stale_before:
-            self._stale -= context
-        elif not ran:
-            self._prefill -= job.prefill
+        steps = self._step - job.began
+        context = job.context + steps
+        if self._stale_tokens and job.order <= self._stale_before:
+            self._stale_tokens -= context
+        elif not steps:
+            self._prefill_tokens -= job.prefill
         self._record_versions(job)
-        job.generated += ran
+        job.generated += steps
         job.order = WAITING
-        self._kv -= context
-        self._blocked = False
+        self._kv_tokens -= context
+        self._is_blocked = False
         del self.running[job]
         self._prefixes.leave(job, context, keep=keep)
 
     def _preempt(self) -> None:
         """Preempt the last admitted jobs until the next step fits; requeue them at the front."""
-        while self.kv_capacity and self._kv + len(self.running) > self.kv_capacity:
+        while self.kv_capacity and self._kv_tokens + len(self.running) > self.kv_capacity:
             job = next(reversed(self.running))
-            self._leave(job, keep=False)
+            self._remove_job(job, keep=False)
             self.waiting[job] = None
             self.waiting.move_to_end(job, last=False)
             self.preempted += 1
@@ -280,66 +280,66 @@ class EngineBatch:
                 upper = lower
         job.spans += spans
 
-    def _next_change(self) -> tuple[float, int] | None:
-        """The boundary at which a job ends or the cache is full."""
+    def _find_next_boundary(self) -> tuple[float, int] | None:
+        """Time and step of the boundary at which a job ends or the cache is full."""
         batch = len(self.running)
         if not batch:
             return None
-        time, speed = self._step_time, self.speed
-        self._prefill_s = time.prefill_seconds(self._prefill + self._stale) / speed
-        self._step_s = time.seconds(batch, self._kv_read(batch)) / speed
-        self._step_growth_s = time.per_kv_token_s * batch / speed
-        for job in self._fresh:
+        costs, speed = self._step_time, self.speed
+        self._prefill_s = costs.prefill_seconds(self._prefill_tokens + self._stale_tokens) / speed
+        self._step_s = costs.seconds(batch, self._kv_read(batch)) / speed
+        self._step_growth_s = costs.per_kv_token_s * batch / speed
+        for job in self._new_jobs:
             job.first_token_s = self._boundary_s + self._prefill_s + self._step_s
-        while self._ending[0][1] != self._ending[0][2].order:
-            heappop(self._ending)
-        steps = self._ending[0][0] - self._step
+        while self._end_heap[0][1] != self._end_heap[0][2].order:
+            heappop(self._end_heap)
+        steps = self._end_heap[0][0] - self._step
         if self.kv_capacity:
-            steps = min(steps, (self.kv_capacity - self._kv) // batch)
-        return self._boundary_s + self._seconds(steps), self._step + steps
+            steps = min(steps, (self.kv_capacity - self._kv_tokens) // batch)
+        return self._boundary_s + self._duration_s(steps), self._step + steps
 
     def _kv_read(self, batch: int) -> int:
-        """Cached tokens that the next step reads. Padded or not, it grows by `batch` a step."""
+        """Cached tokens that the next step reads. Padded or not, they grow by `batch` per step."""
         if not self._step_time.padded:
-            return self._kv
+            return self._kv_tokens
         return batch * max(job.context + self._step - job.began for job in self.running)
 
-    def _boundary_after(self, now: float) -> tuple[float, int]:
+    def _find_step_end(self, now: float) -> tuple[float, int]:
         """The end of the step that runs at `now`; `now` itself, if a step ends there."""
         steps = self._steps_until(now)
-        if steps == 0 or self._boundary_s + self._seconds(steps) < now:
+        if steps == 0 or self._boundary_s + self._duration_s(steps) < now:
             steps += 1
-        return self._boundary_s + self._seconds(steps), self._step + steps
+        return self._boundary_s + self._duration_s(steps), self._step + steps
 
-    def _seconds(self, steps: int) -> float:
+    def _duration_s(self, steps: int) -> float:
         return (
             self._prefill_s + self._step_s * steps + self._step_growth_s * (steps * (steps - 1) / 2)
         )
 
     def _steps_until(self, now: float) -> int:
-        """Steps completed by `now`: solves `_seconds(steps) = elapsed` for steps."""
+        """Steps completed by `now`: solves `_duration_s(steps) = elapsed` for steps."""
         elapsed = now - self._boundary_s - self._prefill_s
-        if self._plan is None or elapsed < self._step_s:
+        if self._next_boundary is None or elapsed < self._step_s:
             return 0
         b = self._step_s - self._step_growth_s / 2
         steps = int(2 * elapsed / (b + sqrt(b * b + 2 * self._step_growth_s * elapsed)))
         # Rounding may be one step off to either side.
-        if self._boundary_s + self._seconds(steps) > now:
+        if self._boundary_s + self._duration_s(steps) > now:
             return steps - 1
-        return steps + (self._boundary_s + self._seconds(steps + 1) <= now)
+        return steps + (self._boundary_s + self._duration_s(steps + 1) <= now)
 
-    def _times(self, now: float) -> tuple[float, float]:
-        passed = now - self._boundary_s if self._plan is not None else 0.0
-        return self._busy_s + passed, self._slot_s + passed * len(self.running)
+    def _busy_and_slot_s(self, now: float) -> tuple[float, float]:
+        elapsed = now - self._boundary_s if self._next_boundary is not None else 0.0
+        return self._busy_s + elapsed, self._slot_s + elapsed * len(self.running)
 
-    def _count_tokens(self, steps: int) -> None:
+    def _complete_steps(self, steps: int) -> None:
         if not steps:
             return
         generated = steps * len(self.running)
-        self._fresh.clear()
+        self._new_jobs.clear()
         self._step += steps
-        self._kv += generated
+        self._kv_tokens += generated
         self._generated += generated
-        self._prefilled += self._prefill + self._stale
-        self._recomputed += self._stale
-        self._prefill = self._stale = 0
+        self._prefilled += self._prefill_tokens + self._stale_tokens
+        self._recomputed += self._stale_tokens
+        self._prefill_tokens = self._stale_tokens = 0

@@ -1,10 +1,10 @@
-"""A simulated engine: it takes time on the event loop's clock and generates nothing.
+"""A simulated engine: sleeps on the event loop's clock instead of running a model.
 
-Owns the asyncio side: futures, timers, failures. batching.py decides which job runs when.
+Owns the futures, timers and failures. batching.py decides which job runs when.
 
     generate() -> EngineBatch.submit -> settle -> one timer, for the next change -> reach -> futures
 
-Made for the virtual clock (virtual_clock.py), where timers are exact.
+Runs on the virtual clock (virtual_clock.py), where timers are exact.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from rollick.types import (
 )
 
 LengthOf = Callable[[Request], int]
-"""How many tokens the response to a request has, including those that it continues from."""
+"""Number of response tokens of a request, including those that it continues from."""
 
-_SHARED = 1 << 17
+_SHARED_LENGTH = 1 << 17
 """Length of the arrays that completions are slices of."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _PendingRequest(EngineJob):
-    """A request on the engine: the batch's job, and the future of its completion."""
+    """A job of the batch with its request and the future of its completion."""
 
     request: Request
     done: asyncio.Future[Completion]
     stop: StopReason
     """Its stop reason unless it is aborted."""
-    started: float
+    started_s: float
 
 
 class SimulatedEngine:
@@ -75,25 +75,25 @@ class SimulatedEngine:
         self._call_s = call_s
         self._speed = speed
         self._loop = asyncio.get_running_loop()
-        self._opened = self._loop.time()
+        self._opened_s = self._loop.time()
         self._pending: dict[SampleId, _PendingRequest] = {}
-        self._waiters: list[asyncio.Future[None]] = []
+        self._step_end_waiters: list[asyncio.Future[None]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._failure_timers: list[asyncio.TimerHandle] = []
         self._is_settle_scheduled = False
-        self._paused = False
+        self._is_paused = False
         self._failure: EngineError | None = None
-        self._stopped_at: float | None = None
+        self._stopped_s: float | None = None
 
     @property
     def capabilities(self) -> frozenset[Capability]:
         return frozenset({Capability.KEEP_CACHE})
 
     async def generate(self, request: Request) -> Completion:
-        self._check(request)
-        pending = self._begin(request)
+        self._check_request(request)
+        pending = self._make_pending(request)
         if pending.generated >= pending.target:
-            return self._completion(pending, pending.stop)
+            return self._make_completion(pending, pending.stop)
         self._pending[request.uid] = pending
         if self._batch.submit(pending):
             self._settle_soon()
@@ -120,17 +120,17 @@ class SimulatedEngine:
         if not pending.done.done():
             self._batch.take(pending)
             self._settle_soon()
-            pending.done.set_result(self._completion(pending, StopReason.ABORTED))
+            pending.done.set_result(self._make_completion(pending, StopReason.ABORTED))
 
     async def pause(self) -> None:
         self._check_alive()
-        self._paused = True
+        self._is_paused = True
         await self._wait_for_step_end()
         self._settle()
 
     async def resume(self) -> None:
         self._check_alive()
-        self._paused = False
+        self._is_paused = False
         self._settle_soon()
 
     async def commit_shared(self, version: PolicyVersion, *, keep_cache: bool = False) -> None:
@@ -146,19 +146,19 @@ class SimulatedEngine:
     def usage(self) -> EngineUsage:
         """The engine's usage until now, or until it failed or was closed."""
         now = self._loop.time()
-        until = now if self._stopped_at is None else self._stopped_at
-        return self._batch.usage(now, elapsed_s=until - self._opened)
+        until = now if self._stopped_s is None else self._stopped_s
+        return self._batch.usage(now, elapsed_s=until - self._opened_s)
 
     def slow_down(self, times: float) -> None:
-        """After the current step, steps take `times` as long; 1 undoes it."""
+        """After the current step, steps take `times` as long as at first; 1 restores the speed."""
         self._batch.speed = self._speed / times
         if self._batch.in_step(self._loop.time()):
-            self._waiters.append(self._loop.create_future())
+            self._step_end_waiters.append(self._loop.create_future())
         self._settle()
 
     def fail_at(self, time_s: float) -> None:
-        """From that time of the loop's clock on, pending and later requests raise EngineLost."""
-        fix = "send its requests elsewhere"
+        """From this time of the loop's clock on, pending and later requests raise EngineLost."""
+        fix = "send its requests to another engine"
         error = EngineLost(f"the simulated engine failed at {time_s:g} s", fix=fix)
         self._failure_timers.append(self._loop.call_at(time_s, self._fail, error))
 
@@ -166,24 +166,24 @@ class SimulatedEngine:
         """Pending requests fail. Closing twice does nothing."""
         for timer in self._failure_timers:
             timer.cancel()
-        self._fail(EngineError("the engine was closed", fix="make a new one"))
+        self._fail(EngineError("the engine was closed", fix="create a new engine"))
 
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise self._failure.copy()
 
-    def _check(self, request: Request) -> None:
+    def _check_request(self, request: Request) -> None:
         self._check_alive()
         if request.uid in self._pending:
             fix = "abort it first, or await it"
             raise EngineError(f"{request.uid} is already being generated", fix=fix)
         length, capacity = len(request.token_ids), self._batch.kv_capacity
         if length == 0 or 0 < capacity <= length:
-            text = f"a prompt of {length} tokens does not fit a cache of {capacity}"
+            message = f"a prompt of {length} tokens does not fit a cache of {capacity} tokens"
             fix = "use prompts of at least one token that leave room for a response"
-            raise EngineError(f"{request.uid}: {text}", fix=fix)
+            raise EngineError(f"{request.uid}: {message}", fix=fix)
 
-    def _begin(self, request: Request) -> _PendingRequest:
+    def _make_pending(self, request: Request) -> _PendingRequest:
         prompt, earlier = len(request.token_ids), request.continue_from
         length, limit = self._length_of(request), request.sampling.max_tokens
         if self._batch.kv_capacity:
@@ -198,46 +198,46 @@ class SimulatedEngine:
             request=request,
             done=self._loop.create_future(),
             stop=StopReason.STOP if length < limit else StopReason.LENGTH,
-            started=self._loop.time(),
+            started_s=self._loop.time(),
         )
 
     def _settle_soon(self) -> None:
-        """Schedule one `_settle`, after everything else that happens at this time."""
+        """Schedule one `_settle`, after the callbacks that are ready now."""
         if not self._is_settle_scheduled:
             self._is_settle_scheduled = True
-            self._loop.call_soon(self._settle_scheduled)
+            self._loop.call_soon(self._run_scheduled_settle)
 
-    def _settle_scheduled(self) -> None:
+    def _run_scheduled_settle(self) -> None:
         self._is_settle_scheduled = False
         self._settle()
 
     def _settle(self) -> None:
         if self._failure is not None:
             return
-        boundary = bool(self._waiters)
-        when = self._batch.settle(self._loop.time(), hold=self._paused, boundary=boundary)
+        boundary = bool(self._step_end_waiters)
+        when = self._batch.settle(self._loop.time(), hold=self._is_paused, boundary=boundary)
         if self._timer is not None:
             if self._timer.when() == when:
                 return
             self._timer.cancel()
-        self._timer = None if when is None else self._loop.call_at(when, self._reach)
+        self._timer = None if when is None else self._loop.call_at(when, self._reach_boundary)
 
-    def _reach(self) -> None:
+    def _reach_boundary(self) -> None:
         self._timer = None
         for job in self._batch.reach():
             pending = self._pending.get(job.uid)
             if pending and pending is job and not pending.done.done():
-                pending.done.set_result(self._completion(pending, pending.stop))
-        for waiter in self._waiters:
+                pending.done.set_result(self._make_completion(pending, pending.stop))
+        for waiter in self._step_end_waiters:
             if not waiter.done():
                 waiter.set_result(None)
-        self._waiters.clear()
+        self._step_end_waiters.clear()
         self._settle_soon()
 
     async def _wait_for_step_end(self) -> None:
         if self._batch.in_step(self._loop.time()):
             waiter = self._loop.create_future()
-            self._waiters.append(waiter)
+            self._step_end_waiters.append(waiter)
             self._settle()
             await waiter
 
@@ -245,44 +245,44 @@ class SimulatedEngine:
         if self._failure is not None:
             return
         self._failure = error
-        self._stopped_at = self._loop.time()
+        self._stopped_s = self._loop.time()
         if self._timer is not None:
             self._timer.cancel()
-        self._batch.stop(self._stopped_at)
-        waits = [pending.done for pending in self._pending.values()]
-        for wait in (*waits, *self._waiters):
-            if not wait.done():
-                wait.set_exception(error.copy())
-        self._waiters.clear()
+        self._batch.stop(self._stopped_s)
+        completions = [pending.done for pending in self._pending.values()]
+        for future in (*completions, *self._step_end_waiters):
+            if not future.done():
+                future.set_exception(error.copy())
+        self._step_end_waiters.clear()
 
-    def _completion(self, pending: _PendingRequest, stop: StopReason) -> Completion:
+    def _make_completion(self, pending: _PendingRequest, stop: StopReason) -> Completion:
         now = self._loop.time()
-        entered = pending.entered_s if pending.entered_s >= 0 else now
-        first = min(max(pending.first_token_s, entered), now)
+        entered_s = pending.entered_s if pending.entered_s >= 0 else now
+        first_token_s = min(max(pending.first_token_s, entered_s), now)
         return Completion(
             uid=pending.uid,
             token_ids=constant_array(0, pending.generated, np.int32),
             logprobs=constant_array(0, pending.generated, np.float32),
-            versions=_versions(pending.request.continue_from, pending.spans),
+            versions=_join_versions(pending.request.continue_from, pending.spans),
             stop=stop,
-            seconds=now - pending.started,
-            queued_s=entered - pending.started,
-            prefill_s=first - entered,
-            kept_cache=_kept_cache(pending.request.continue_from, pending.spans),
+            seconds=now - pending.started_s,
+            queued_s=entered_s - pending.started_s,
+            prefill_s=first_token_s - entered_s,
+            kept_cache=_join_kept_cache(pending.request.continue_from, pending.spans),
         )
 
 
-def _kept_cache(earlier: Completion | None, spans: Sequence[VersionSpan]) -> BoolArray | None:
-    before = None if earlier is None else earlier.kept_cache
-    if before is None and not any(kept for _, _, kept in spans):
+def _join_kept_cache(earlier: Completion | None, spans: Sequence[VersionSpan]) -> BoolArray | None:
+    earlier_flags = None if earlier is None else earlier.kept_cache
+    if earlier_flags is None and not any(kept for _, _, kept in spans):
         return None
-    if before is None:
-        before = np.zeros(0 if earlier is None else len(earlier.token_ids), np.bool_)
-    flags = [before, *(np.full(tokens, kept) for _, tokens, kept in spans)]
+    if earlier_flags is None:
+        earlier_flags = np.zeros(0 if earlier is None else len(earlier.token_ids), np.bool_)
+    flags = [earlier_flags, *(np.full(tokens, kept) for _, tokens, kept in spans)]
     return frozen_array(np.concatenate(flags), np.bool_)
 
 
-def _versions(earlier: Completion | None, spans: Sequence[VersionSpan]) -> IntArray:
+def _join_versions(earlier: Completion | None, spans: Sequence[VersionSpan]) -> IntArray:
     parts = [constant_array(version, tokens, np.int32) for version, tokens, _ in spans]
     parts = parts if earlier is None else [earlier.versions, *parts]
     if len(parts) == 1:
@@ -292,11 +292,11 @@ def _versions(earlier: Completion | None, spans: Sequence[VersionSpan]) -> IntAr
 
 def constant_array(value: int, length: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
     """A read-only array of one value; usually a slice of a shared array, to save memory."""
-    if length > _SHARED:
+    if length > _SHARED_LENGTH:
         return frozen_array(np.full(length, value), dtype)
-    return _shared(value, dtype)[:length]
+    return _make_shared_array(value, dtype)[:length]
 
 
 @lru_cache(256)
-def _shared(value: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
-    return frozen_array(np.full(_SHARED, value), dtype)
+def _make_shared_array(value: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
+    return frozen_array(np.full(_SHARED_LENGTH, value), dtype)

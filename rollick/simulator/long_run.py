@@ -1,4 +1,4 @@
-"""Failures of a run of days or weeks, on two assumptions about their repair. No process, no device.
+"""Simulates the failures of a run of days or weeks, with two ways to recover.
 
     restart all   every failure ends the run, which restarts from its newest checkpoint
     rebuild part  a lost engine is replaced while the others continue; a lost learner is rebuilt
@@ -21,7 +21,7 @@ from rollick.simulator.step_time import NonNegativeSeconds
 
 DAY_S = 86_400.0
 RUNS = 100
-"""Simulated runs whose mean is reported."""
+"""Number of simulated runs; their mean is reported."""
 
 PositiveNumber = Annotated[float, Field(gt=0)]
 
@@ -32,12 +32,12 @@ class FailureConfig(Section):
     gpu_hours_between_failures: PositiveNumber = 49_152.0
     """One interruption every 3 hours on 16,384 GPUs (Llama 3, arXiv 2407.21783)."""
     host_lost_share: Share = 0.78
-    """Share of the failures that take the host's memory with them, and so the snapshot: all
-    hardware faults of that report."""
+    """Share of the failures that lose the host's memory, and so the snapshot: the share of
+    hardware faults in that report."""
     detect_s: NonNegativeSeconds = 60.0
     """From a failure to its detection."""
     restart_s: NonNegativeSeconds = 600.0
-    """A restart of the whole run: new processes, their groups, models and checkpoint loaded."""
+    """A restart of the run: starting processes and groups, loading models and the checkpoint."""
     engine_restart_s: NonNegativeSeconds = 300.0
     """A new engine, with the current weights."""
     learner_restart_s: NonNegativeSeconds = 180.0
@@ -68,7 +68,7 @@ class LongRun:
 
 @dataclass(slots=True)
 class SimulatedRun:
-    """A run and where its time goes, in seconds. The four parts sum to its wall time."""
+    """The time of a run by use, in seconds: the four sum to its wall time."""
 
     run: LongRun
     random: Random = field(compare=False)
@@ -93,8 +93,8 @@ class SimulatedRun:
     def left_s(self) -> float:
         return self.run.days * DAY_S - self.wall_s
 
-    def work(self, seconds: float) -> None:
-        """Train and save until the next failure or the end."""
+    def train(self, seconds: float) -> None:
+        """Train and save for `seconds`, at most until the end of the run."""
         config, seconds = self.run.failures, min(seconds, self.left_s)
         while seconds > 0:
             trained = min(seconds, config.checkpoint_every_s - self.unsaved_s)
@@ -114,14 +114,14 @@ class SimulatedRun:
         self.unsaved_s -= lost
 
     def repair(self, seconds: float) -> None:
-        """Wait for a repair; a failure during it begins it again."""
+        """Wait for a repair. A failure during the repair restarts it."""
         while (failed_after := self.draw_failure()) < min(seconds, self.left_s):
             self.recover_s += failed_after
             self.failures += 1
         self.recover_s += min(seconds, self.left_s)
 
     def lose_engine(self) -> None:
-        """The other engines go on: the run loses the share of one of them."""
+        """The other engines continue: the run loses one engine's share of the repair time."""
         repair_s = self.run.failures.detect_s + self.run.failures.engine_restart_s
         lost = min(repair_s / self.run.engines, self.unsaved_s)
         self.progress_s -= lost
@@ -135,7 +135,7 @@ def simulate_long_run(run: LongRun, *, restart_all: bool, seed: int) -> Simulate
     random, config = Random(seed), run.failures
     simulated = SimulatedRun(run, random)
     while True:
-        simulated.work(simulated.draw_failure())
+        simulated.train(simulated.draw_failure())
         if simulated.left_s <= 0:
             return simulated
         simulated.failures += 1
@@ -168,10 +168,10 @@ class LongRunReport:
         return asdict(self)
 
     def describe(self) -> list[tuple[str, str]]:
-        every = f"a failure every {self.hours_between_failures:.3g} h"
+        frequency = f"a failure every {self.hours_between_failures:.3g} h"
         lost, lost_all = ((1 - ettr) * self.days for ettr in (self.ettr, self.ettr_restart_all))
         return [
-            ("long run", f"{self.days:g} days on {self.gpus} GPUs: {every}"),
+            ("long run", f"{self.days:g} days on {self.gpus} GPUs: {frequency}"),
             ("  rebuild part", f"ETTR {self.ettr:.2%}, {lost:.2g} days lost"),
             ("  restart all", f"ETTR {self.ettr_restart_all:.2%}, {lost_all:.2g} days lost"),
         ]

@@ -22,11 +22,11 @@ class EngineJob:
     group: int | None
     prompt: int
     target: int
-    """Response tokens when it ends, including those that it started with."""
+    """Response tokens at its end, including those that it started with."""
     generated: int = 0
     """Response tokens, without those of the current run."""
     spans: tuple[VersionSpan, ...] = ()
-    """What this engine generated, in order, without the current run."""
+    """Spans that this engine generated, in order, without those of the current run."""
     order: int = WAITING
     """Number of its admission to the batch, ascending; WAITING if it is not running."""
     began: int = 0
@@ -38,7 +38,7 @@ class EngineJob:
     entered_s: float = -1.0
     """When it first got a slot; negative: not yet."""
     first_token_s: float = -1.0
-    """When the first step after that ends."""
+    """End of its first step in that slot."""
 
     @property
     def context(self) -> int:
@@ -46,19 +46,19 @@ class EngineJob:
 
 
 class PrefixCache:
-    """The cached prefixes of one engine. A group's prompt is cached while a member runs. When a job
+    """The cached prefixes of one engine. A group's prompt is held while a member runs. When a job
     ends, its context (for its next turn) and its group's prompt are kept; the oldest are evicted
     first."""
 
-    def __init__(self, entries: int) -> None:
-        self._entries = entries
+    def __init__(self, max_entries: int) -> None:
+        self._max_entries = max_entries
         self._epoch = 0
-        self._held: dict[int, tuple[int, int]] = {}  # group -> members that run, prompt's tokens
+        self._held: dict[int, tuple[int, int]] = {}  # group -> (running members, prompt tokens)
         self._kept: OrderedDict[int | SampleId, int] = OrderedDict()
         self._kept_tokens = 0
 
     def enter(self, job: EngineJob, context: int) -> int:
-        """The job starts; returns how many of its tokens are cached."""
+        """Add a job that starts. Returns how many of its tokens are cached."""
         job.epoch = self._epoch
         cached = min(self._pop(job.uid), context)
         group, prompt = job.group, job.prompt
@@ -83,16 +83,16 @@ class PrefixCache:
         elif keep:
             self._keep(job.group, tokens)
 
-    def evict(self, room: int) -> None:
+    def evict(self, free_tokens: int) -> None:
         """Evict kept prefixes that do not fit beside the running jobs."""
-        while self._kept and self._kept_tokens > room:
+        while self._kept and self._kept_tokens > free_tokens:
             self._kept_tokens -= self._kept.popitem(last=False)[1]
 
-    def clear(self, *, held: bool) -> None:
-        """Evict the kept prefixes and, if `held`, those of running jobs."""
+    def clear(self, *, include_held: bool) -> None:
+        """Evict the kept prefixes; with `include_held`, also those of running jobs."""
         self._kept.clear()
         self._kept_tokens = 0
-        if held:
+        if include_held:
             self._held.clear()
             self._epoch += 1
 
@@ -100,7 +100,7 @@ class PrefixCache:
         self._pop(key)
         self._kept[key] = tokens
         self._kept_tokens += tokens
-        if len(self._kept) > self._entries:
+        if len(self._kept) > self._max_entries:
             self._kept_tokens -= self._kept.popitem(last=False)[1]
 
     def _pop(self, key: int | SampleId) -> int:

@@ -2,7 +2,7 @@
 
 The trainer's idle time is attributed to the sample that it waited for last: to the stages of that
 sample (generating, in an environment, being scored) while the trainer waited. The engines' idle
-time is empty slots, by what the trainer did meanwhile:
+time is their empty slots, by the trainer's phase:
 
     generate   the batch is not complete, and nothing may start: the tail of a step
     train      groups may start only when the next version is published: the staleness budget
@@ -38,7 +38,7 @@ _Span = tuple[SampleId, SampleActivity, float, float]
 
 @dataclass(frozen=True, slots=True)
 class PhaseSnapshot:
-    """All sums at the beginning of a phase; `done` ends a step and has its trained samples."""
+    """The run's totals when a phase begins. `done` ends a step and lists its trained samples."""
 
     phase: TrainerPhase
     at_s: float
@@ -51,7 +51,7 @@ class PhaseSnapshot:
 
 
 class WaitAttribution:
-    """Attributes the time in which the trainer waits to the stages of the last sample.
+    """Attributes the trainer's waiting time to the stages of the last sample.
     `add_span` is the RolloutDeps.record_span of the run."""
 
     def __init__(self) -> None:
@@ -69,8 +69,8 @@ class WaitAttribution:
         last = self._last
         if last is None or end <= begin:
             return
-        for uid, activity, since, until in self._spans[last.group]:
-            overlap = min(end, until) - max(begin, since)
+        for uid, activity, span_begin, span_end in self._spans[last.group]:
+            overlap = min(end, span_end) - max(begin, span_begin)
             if uid == last and overlap > 0:
                 self.waits[activity.stage] += overlap
 
@@ -82,22 +82,22 @@ class WaitAttribution:
 def length_bias(
     work: SampleWork, trained: Sequence[SampleId], started: Sequence[SampleId]
 ) -> float:
-    """Mean length of the trained samples over that of all that were started in ended groups, minus
-    1: -0.1 is 10 % too short. The started ones include cancelled samples, since the length of a
-    simulated sample is known in advance."""
-    kept, all_ = (sum(sum(work.tokens(uid)) for uid in uids) for uids in (trained, started))
-    return kept / len(trained) / (all_ / len(started)) - 1 if trained else 0.0
+    """Mean length of the trained samples over that of all started samples of ended groups, minus 1:
+    -0.1 is 10 % too short. Started samples include cancelled ones, since the length of a simulated
+    sample is known in advance."""
+    tokens, all_tokens = (sum(sum(work.tokens(uid)) for uid in uids) for uids in (trained, started))
+    return tokens / len(trained) / (all_tokens / len(started)) - 1 if trained else 0.0
 
 
 @dataclass(slots=True)
 class SlotTimeline:
-    """Points of a plot. When there are too many, every second one is removed."""
+    """The points of a plot. Every second point is removed when there are too many."""
 
     every_s: float = 0.01
     points: list[tuple[float, int, int]] = field(default_factory=list[tuple[float, int, int]])
     """(time, running samples, waiting samples)"""
     phases: list[_PhaseBegin] = field(default_factory=list[_PhaseBegin])
-    """(begin, what the trainer does)"""
+    """(begin, phase of the trainer)"""
 
     def add(self, at_s: float, *, running: int, waiting: int) -> None:
         self.points.append((at_s, running, waiting))
@@ -108,7 +108,7 @@ class SlotTimeline:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The measured steps of a run: means over them, and sums where the name says so."""
+    """Means over the measured steps of a run, and sums of counts."""
 
     steps: int
     seconds: float
@@ -136,7 +136,7 @@ class Report:
     slots_empty_s: Mapping[str, float]
     """Slot-seconds without a sample, by the trainer's phase."""
     age_mean: float
-    """Of trained tokens, in versions."""
+    """Mean staleness of the trained tokens, in policy versions."""
     age_max: int
     length_bias: float
     """Mean length of the trained samples relative to the started ones, minus 1."""
@@ -146,13 +146,13 @@ class Report:
     deferred: int
     """Groups deferred to a long round."""
     deferred_tokens: int
-    """Tokens of theirs that were discarded."""
+    """Their discarded tokens."""
     deferred_waiting: int
-    """Groups that still wait for a long round; they count in the bias."""
+    """Groups that still wait for a long round; the bias counts them."""
     cancelled: int
     preempted: int
     recomputed: float
-    """Tokens that were prefilled again, relative to those generated."""
+    """Tokens prefilled again, relative to those generated."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -161,15 +161,15 @@ class Report:
 def make_report(
     scenario: Scenario, snapshots: Sequence[PhaseSnapshot], *, work: SampleWork, bias: float
 ) -> Report:
-    ends = [snapshot for snapshot in snapshots if snapshot.phase == "done"]
-    done = ends[scenario.warmup_steps :]
-    first = ends[scenario.warmup_steps - 1] if scenario.warmup_steps else snapshots[0]
+    step_ends = [snapshot for snapshot in snapshots if snapshot.phase == "done"]
+    done = step_ends[scenario.warmup_steps :]
+    first = step_ends[scenario.warmup_steps - 1] if scenario.warmup_steps else snapshots[0]
     last = done[-1]
     seconds = last.at_s - first.at_s
     bound_s = _ideal_device_s(scenario, done, work) / scenario.devices.count
-    spent = {name: last.waited[name] - first.waited.get(name, 0.0) for name in last.waited}
+    waits = {name: last.waited[name] - first.waited.get(name, 0.0) for name in last.waited}
     waited_s = sum(snapshot.stats.wait_seconds for snapshot in done)
-    used = _difference(first.usage, last.usage)
+    usage = _difference(first.usage, last.usage)
     samples = sum(len(snapshot.trained) for snapshot in done)
     metrics = [snapshot.stats.metrics for snapshot in done]
     dropped: Counter[str] = Counter()
@@ -186,9 +186,9 @@ def make_report(
         bound_s=bound_s,
         of_bound=bound_s / seconds,
         trainer_busy=(last.trainer_busy_s - first.trainer_busy_s) / seconds,
-        engines_busy=used.busy_share,
-        slots_used=used.slot_share,
-        trainer_waited_s={name: s for name, s in spent.items() if s > 0},
+        engines_busy=usage.busy_share,
+        slots_used=usage.slot_share,
+        trainer_waited_s={name: s for name, s in waits.items() if s > 0},
         slots_empty_s=_empty_slots(snapshots, since=first.at_s),
         age_mean=sum(step["rollout/age_mean"] for step in metrics) / len(done),
         age_max=int(max(step["rollout/age_max"] for step in metrics)),
@@ -199,8 +199,8 @@ def make_report(
         deferred_tokens=int(sum(step["rollout/deferred_tokens"] for step in metrics)),
         deferred_waiting=int(metrics[-1]["rollout/deferred_waiting"]),
         cancelled=int(sum(step["rollout/cancelled"] for step in metrics)),
-        preempted=used.preempted,
-        recomputed=used.recomputed_tokens / max(1, used.generated_tokens),
+        preempted=usage.preempted,
+        recomputed=usage.recomputed_tokens / max(1, usage.generated_tokens),
     )
 
 
@@ -221,8 +221,8 @@ def _empty_slots(snapshots: Sequence[PhaseSnapshot], *, since: float) -> dict[st
     empty: defaultdict[str, float] = defaultdict(float)
     for begin, end in pairwise(snapshots):
         if begin.at_s >= since and begin.phase != "done":
-            used = _difference(begin.usage, end.usage)
-            empty[begin.phase] += used.capacity_s - used.slot_s
+            usage = _difference(begin.usage, end.usage)
+            empty[begin.phase] += usage.capacity_s - usage.slot_s
     return dict(empty)
 
 

@@ -5,7 +5,7 @@
                    v                                            |
                  training ------------ trained -------------> publish      on the virtual clock
 
-Owns the loop over the steps and what it measures. Deterministic: the same scenario gives the same
+Owns the loop over the steps and its measurements. Deterministic: the same scenario gives the same
 report.
 """
 
@@ -59,7 +59,7 @@ STUCK_AFTER_S = 1e7
 """Virtual seconds without any event before a run counts as stuck."""
 
 TRAINING_PARTS = 20
-"""Parts of a training step, each with the slowdown at its beginning."""
+"""Parts of a training step; the slowdown is updated at the beginning of each."""
 
 SYNCHRONOUS_SHARE = 0.7
 """Share of a synchronous step that is rollout, if the scenario does not give training costs."""
@@ -94,7 +94,7 @@ def add_training_cost(scenario: Scenario) -> Scenario:
 
 
 class Simulation:
-    """One simulated run; run it once."""
+    """One simulated run. Call `run` only once."""
 
     def __init__(self, scenario: Scenario, timeline: SlotTimeline | None = None) -> None:
         self.scenario = scenario
@@ -108,41 +108,41 @@ class Simulation:
         self.engines: list[SimulatedEngine] = []
         self.trainer_busy_s = 0.0
         self.sampling = Sampling(max_tokens=scenario.work.lengths.max_tokens)
-        self._groups = 0
+        self._num_groups = 0
 
     async def run(self) -> Report:
         scenario = self.scenario
         engines = [self._make_engine(number) for number in range(scenario.devices.generators)]
         async with AsyncExitStack() as stack:
-            self.rollout = await stack.enter_async_context(Rollout.open(self._deps(), engines))
+            self.rollout = await stack.enter_async_context(Rollout.open(self._make_deps(), engines))
             self._train_length_predictor()
-            self._plan_failures(engines)
+            self._schedule_failures(engines)
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             recorder = tasks.create_task(self._record_timeline()) if self.timeline else None
             for _ in range(scenario.warmup_steps + scenario.steps):
                 await self._step()
             if recorder is not None:
                 recorder.cancel()
-            # They were started and not trained on, so they count in the bias.
+            # Deferred groups were started but not trained on; the bias counts them.
             self.ended_groups += (group.uid for group in self.rollout.ledger.deferred_groups())
-        size = scenario.rollout.group_size + scenario.rollout.spare_samples
-        started = [SampleId(group, n) for group in self.ended_groups for n in range(size)]
+        num_samples = scenario.rollout.group_size + scenario.rollout.spare_samples
+        started = [SampleId(group, n) for group in self.ended_groups for n in range(num_samples)]
         bias = length_bias(self.work, self.trained, started)
         return make_report(scenario, self.snapshots, work=self.work, bias=bias)
 
-    def _deps(self) -> RolloutDeps:
+    def _make_deps(self) -> RolloutDeps:
         config, work = self.scenario.rollout, self.scenario.work
         flat, failed = work.flat, work.failed_scores
         reward = SimulatedReward(self.work.reward, self.scenario.seed, flat=flat, failed=failed)
-        select = partial(group_drop_reason, min_spread=config.min_spread)
+        drop_reason = partial(group_drop_reason, min_spread=config.min_spread)
         return RolloutDeps(
             config=config,
             next_prompt=self._next_prompt,
             episode=self._episode,
             score=reward.score,
             stuck_after_s=STUCK_AFTER_S,
-            drop_reason=None if config.drop_no_signal is False else select,
-            record_event=self._record,
+            drop_reason=None if config.drop_no_signal is False else drop_reason,
+            record_event=self._record_event,
             record_span=self.waits.add_span,
         )
 
@@ -161,17 +161,17 @@ class Simulation:
         return engine
 
     def _length_of(self, request: Request) -> int:
-        """The requests of `_episode` have the turn as their random stream."""
+        """`_episode` puts the turn into the random stream of its requests."""
         return self.work.lengths.tokens(request.uid, request.stream)
 
     def _next_prompt(self) -> Prompt:
-        uid = self.work.prompt_uid(self._groups)
-        self._groups += 1
+        uid = self.work.prompt_uid(self._num_groups)
+        self._num_groups += 1
         return Prompt(uid, "simulated", ())
 
     def _train_length_predictor(self) -> None:
-        """Feed the samples of earlier epochs, with ids of their own, to the length predictor. The
-        rollout has started its first groups without them; those belong to the warm-up."""
+        """Give the length predictor the samples of earlier epochs, with unused ids. The rollout has
+        started its first groups without them; those belong to the warm-up."""
         config = self.scenario.work
         for prompt in range(config.prompts if config.seen_before else 0):
             for index in range(config.seen_before):
@@ -184,7 +184,7 @@ class Simulation:
         config = self.scenario.work
         turns, context = self.work.turns(uid), config.prompt_tokens
         parts: list[IntArray] = [constant_array(NOT_SAMPLED, context, np.int32)]
-        kept: list[tuple[int, BoolArray]] = []
+        kept_spans: list[tuple[int, BoolArray]] = []
         completion: Completion | None = None
         for turn in range(turns):
             if turn:
@@ -197,15 +197,15 @@ class Simulation:
             request = Request(uid, tokens, self.sampling, turn, group=group)
             completion = await access.generate(request)
             if completion.kept_cache is not None:
-                kept.append((context, completion.kept_cache))
+                kept_spans.append((context, completion.kept_cache))
             context += len(completion.token_ids)
             parts.append(completion.versions)
         assert completion is not None
         sample = _make_sample(uid, prompt, completion, np.concatenate(parts))
-        if not kept:
+        if not kept_spans:
             return sample
         flags = np.zeros(context, np.bool_)
-        for start, turn_flags in kept:
+        for start, turn_flags in kept_spans:
             flags[start : start + len(turn_flags)] = turn_flags
         return replace(sample, kept_cache=frozen_array(flags, np.bool_))
 
@@ -216,8 +216,8 @@ class Simulation:
         self.waits.add_wait(self._now() - self.rollout.stats.wait_seconds, self._now())
         self._snapshot("train")
         if self.scenario.devices.colocated:
-            below = self.scenario.devices.trainers
-            await self._call_engines(SimulatedEngine.pause, below=below)
+            num_engines = self.scenario.devices.trainers
+            await self._call_engines(SimulatedEngine.pause, first=num_engines)
         await self._train(groups)
         self._snapshot("publish")
         version = PolicyVersion(self.rollout.version + 1)
@@ -240,10 +240,10 @@ class Simulation:
         slowed_engines = self.engines if contention > 1 else []
         for engine in slowed_engines:
             engine.slow_down(contention)
-        parts, busy_s = TRAINING_PARTS if slowed_engines else 1, 0.0
-        for _ in range(parts):
+        num_parts, busy_s = TRAINING_PARTS if slowed_engines else 1, 0.0
+        for _ in range(num_parts):
             are_computing = any(engine.load().running for engine in slowed_engines)
-            part_s = seconds / parts * (contention if are_computing else 1.0)
+            part_s = seconds / num_parts * (contention if are_computing else 1.0)
             busy_s += part_s
             await asyncio.sleep(part_s)
         self.trainer_busy_s += busy_s
@@ -264,11 +264,11 @@ class Simulation:
             self.rollout.resume_admission()
 
     async def _call_engines(
-        self, call: Callable[[SimulatedEngine], Awaitable[None]], *, below: int | None = None
+        self, call: Callable[[SimulatedEngine], Awaitable[None]], *, first: int | None = None
     ) -> None:
-        """Calls all engines, or those numbered below `below`; removes lost ones."""
+        """Call all engines, or those with the `first` numbers. Remove lost engines."""
         fleet = self.rollout.fleet
-        numbers = [number for number in fleet.engines if below is None or number < below]
+        numbers = [number for number in fleet.engines if first is None or number < first]
         calls = [call(cast(SimulatedEngine, fleet.engines[number])) for number in numbers]
         results = await asyncio.gather(*calls, return_exceptions=True)
         for number, result in zip(numbers, results, strict=True):
@@ -277,11 +277,11 @@ class Simulation:
             elif isinstance(result, BaseException):
                 raise result
 
-    def _plan_failures(self, engines: Sequence[SimulatedEngine]) -> None:
+    def _schedule_failures(self, engines: Sequence[SimulatedEngine]) -> None:
         for failure in self.scenario.failures:
             if failure.engine >= len(engines):
-                text = f"engine {failure.engine} cannot fail: there are {len(engines)} engines"
-                raise ConfigError(text, fix="count engines from 0")
+                message = f"engine {failure.engine} cannot fail: there are {len(engines)} engines"
+                raise ConfigError(message, fix="number engines from 0")
             engines[failure.engine].fail_at(failure.at_s)
             if failure.back_s:
                 call_at = asyncio.get_running_loop().call_at
@@ -290,7 +290,7 @@ class Simulation:
     def _add_engine(self, number: int) -> None:
         self.rollout.fleet.add(self._make_engine(number, self.rollout.version))
 
-    def _record(self, event: Event) -> None:
+    def _record_event(self, event: Event) -> None:
         if isinstance(event, GroupDropped):
             self.ended_groups.append(event.group)
 
@@ -298,7 +298,7 @@ class Simulation:
         return asyncio.get_running_loop().time()
 
     def _snapshot(self, phase: TrainerPhase, groups: Iterable[Group] = ()) -> None:
-        """Record all sums at the beginning of a phase."""
+        """Record the run's totals at the beginning of a phase."""
         samples = [sample for group in groups for sample in group.samples]
         snapshot = PhaseSnapshot(
             phase,

@@ -1,4 +1,4 @@
-"""The records of a run that a calibration reads: its engines' steps and its phases.
+"""The records of a run that a calibration reads: engine steps and phases.
 
 Owns the lines of engine_steps.jsonl (observe.engine_steps), which the RL pipeline writes. A line
 holds a training step:
@@ -38,12 +38,12 @@ def record_row(
     engines: Sequence[EngineRecord],
 ) -> dict[str, Any]:
     """A training step as a line of engine_steps.jsonl."""
-    steps = [(number, one) for number, record in enumerate(engines) for one in record.steps]
-    answers = [answer for record in engines for answer in record.answers]
+    steps = [(number, record) for number, engine in enumerate(engines) for record in engine.steps]
+    answers = [answer for engine in engines for answer in engine.answers]
     samples = [sample for group in groups for sample in group.samples]
     return {
         "step": step,
-        "engines": [[number, *astuple(one)] for number, one in steps],
+        "engines": [[number, *astuple(record)] for number, record in steps],
         "answers": [[*uid, round(seconds, 6)] for uid, seconds in answers],
         "samples": [[*s.uid, s.length - s.response_length, s.response_length] for s in samples],
         "train": [train.seconds, train.optimizer_seconds] if train else None,
@@ -51,10 +51,10 @@ def record_row(
 
 
 def read_training_rows(run: Path) -> dict[int, Row]:
-    """The lines of engine_steps.jsonl by step; those without training are left out."""
+    """The lines of engine_steps.jsonl by step, without steps that did not train."""
     path = run / ENGINE_STEPS
     if not path.exists():
-        fix = "make a run with observe.engine_steps=true"
+        fix = "run with observe.engine_steps=true"
         raise DataError(f"{run} has no record of its engines' steps", fix=fix)
     return {row["step"]: row for row in read_rows(path) if row["train"] and row["samples"]}
 
@@ -73,19 +73,19 @@ class StepPhases:
 
     step: int
     started: float
-    """The wait for its batch began."""
-    taken: float
-    """It had its batch, and training began."""
+    """When the wait for its batch began."""
+    ready: float
+    """When its batch was complete, and training began."""
     trained: float
-    """Training ended, and the publish began."""
+    """When training ended, and the publish began."""
     published: float
-    """The publish ended."""
+    """When the publish ended."""
     rest_s: float
-    """From then until the next step, without a validation."""
+    """Seconds from then until the next step, without validation."""
 
     @property
     def train_s(self) -> float:
-        return self.trained - self.taken
+        return self.trained - self.ready
 
     @property
     def publish_s(self) -> float:
@@ -101,35 +101,35 @@ class StepPhases:
 
 
 def parse_step_phases(trace: Sequence[Row], rows: Mapping[int, Row]) -> list[StepPhases]:
-    """The steps after the warm-up that the trace has completely, up to the next step's batch."""
+    """The steps after the warm-up whose phases are all in the trace, with the next step's first."""
     phases: defaultdict[int, dict[str, tuple[float, float]]] = defaultdict(dict)
     for line in trace:
         for step, name, begin, end in line.get("phases", ()):
             phases[step][name] = (begin / 1e6 + line["zero"], end / 1e6 + line["zero"])
     steps: list[StepPhases] = []
-    for step, after in pairwise(sorted(phases)):
-        parts, following = phases[step], phases[after]
-        is_complete = {"generate", "train", "publish"} <= parts.keys() and after == step + 1
-        is_complete = is_complete and "generate" in following
+    for step, next_step in pairwise(sorted(phases)):
+        spans, next_spans = phases[step], phases[next_step]
+        is_complete = {"generate", "train", "publish"} <= spans.keys() and next_step == step + 1
+        is_complete = is_complete and "generate" in next_spans
         if step <= WARMUP_STEPS or step not in rows or not is_complete:
             continue
-        (started, taken), (trained, published) = parts["generate"], parts["publish"]
-        # A validation is counted to the step after the one that it belongs to.
-        validated = following.get("validate", (0.0, 0.0))
-        rest = following["generate"][0] - published - (validated[1] - validated[0])
-        steps.append(StepPhases(step, started, taken, trained, published, max(0.0, rest)))
+        (started, ready), (trained, published) = spans["generate"], spans["publish"]
+        # The trace has the validation of a step in the phases of the next one.
+        validation = next_spans.get("validate", (0.0, 0.0))
+        rest_s = next_spans["generate"][0] - published - (validation[1] - validation[0])
+        steps.append(StepPhases(step, started, ready, trained, published, max(0.0, rest_s)))
     if not steps:
-        message = f"of {len(rows)} recorded steps none is complete after the first {WARMUP_STEPS}"
+        message = f"none of {len(rows)} recorded steps is complete after the first {WARMUP_STEPS}"
         raise DataError(message, fix=f"calibrate on a run of {WARMUP_STEPS + 2} steps or more")
     return steps
 
 
 def training_share(record: StepRecord, steps: Sequence[StepPhases]) -> float | None:
-    """The share of an engine's step in which the learner trained; None: published, or unknown."""
+    """Share of an engine's step in which the learner trained; None in a publish or if unknown."""
     index = bisect(steps, record.at, key=lambda step: step.started) - 1
     if index < 0:
         return None
     step, end = steps[index], record.at + record.seconds
     if end > step.trained:
         return None
-    return max(0.0, end - max(step.taken, record.at)) / record.seconds
+    return max(0.0, end - max(step.ready, record.at)) / record.seconds

@@ -1,4 +1,4 @@
-"""The scenario of a simulation: work, devices, failures. Read from YAML, checked, frozen.
+"""The scenario of a simulation: work, devices, failures. Read from YAML and validated.
 
 Owns the keys of a load file (`rollick simulate --load FILE`, benchmarks/scheduler_load.yaml) and
 how a recipe, such a file and single values are merged.
@@ -39,10 +39,10 @@ class LengthConfig(Section):
 
 
 class LatencyConfig(Section):
-    """Seconds that something outside of the engines takes: log-normal, or constant (tail 1)."""
+    """Seconds of an environment or a reward: log-normal, or constant (tail 1)."""
 
     median_s: NonNegativeSeconds = 0.0
-    """Half of them take longer."""
+    """Median."""
     tail: Annotated[float, Field(ge=1)] = 1.0
     """The 99.9th percentile, as a multiple of the median."""
     max_s: NonNegativeSeconds = 0.0
@@ -114,8 +114,8 @@ class DeviceConfig(Section):
 
     @property
     def count(self) -> int:
-        both = self.generators, self.trainers
-        return max(both) if self.colocated else sum(both)
+        counts = self.generators, self.trainers
+        return max(counts) if self.colocated else sum(counts)
 
 
 class EngineFailure(Section):
@@ -155,14 +155,14 @@ class Scenario(Section):
 
 
 def recipe_scenario(recipe: Recipe) -> Scenario:
-    """The scenario of a recipe: batch, staleness, devices, slots, the token limit. It does not give
-    the lengths of responses: the median is assumed to be a sixteenth of the limit."""
+    """The scenario of a recipe: batch, staleness, devices, slots, the token limit. A recipe has no
+    response lengths: the median is assumed to be a sixteenth of the limit."""
     policy = parse_devices(recipe.devices.policy)
     generators = parse_devices(recipe.devices.generators)
     limit, rl = recipe.max_new_tokens, rl_recipe(recipe)
-    drops = all(rl.drops_no_signal(name) for name in rl.data.domains)
+    drop_no_signal = all(rl.drops_no_signal(name) for name in rl.data.domains)
     return Scenario(
-        rollout=rl.rollout.model_copy(update={"drop_no_signal": drops}),
+        rollout=rl.rollout.model_copy(update={"drop_no_signal": drop_no_signal}),
         work=WorkConfig(
             lengths=LengthConfig(median=max(1.0, limit / 16), tail=20.0, max_tokens=limit),
             prompt_tokens=max(1, min(128, recipe.infer.max_length - limit)),
@@ -203,7 +203,7 @@ def plan_scenario(
 
 
 def read_scenario(path: Path, *, base: Scenario) -> Scenario:
-    """A load file over `base`."""
+    """The scenario of `base`, overridden by a load file."""
     try:
         loaded: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
@@ -212,25 +212,25 @@ def read_scenario(path: Path, *, base: Scenario) -> Scenario:
 
 
 def build_scenario(values: Any, *, origin: str, base: Scenario | None = None) -> Scenario:
-    """A scenario of plain values, over `base` or the defaults."""
+    """A scenario of `base`, or of the defaults, overridden by `values`."""
     if not isinstance(values, Mapping):
-        text = f"{origin} is not a mapping of names to values"
-        raise ConfigError(text, fix="see rollick simulate")
-    plain = _merge((base or Scenario()).model_dump(), values)
+        message = f"{origin} is not a mapping of names to values"
+        raise ConfigError(message, fix="see rollick simulate --help")
+    merged = _merge((base or Scenario()).model_dump(), values)
     try:
-        return Scenario.model_validate(plain)
+        return Scenario.model_validate(merged)
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-        text = f"{origin}: {'; '.join(problems)}"
-        raise ConfigError(text, fix="correct the names and values") from None
+        message = f"{origin}: {'; '.join(problems)}"
+        raise ConfigError(message, fix="correct the names and values") from None
 
 
 def _merge(base: Mapping[str, Any], values: Mapping[Any, Any]) -> dict[str, Any]:
     merged = dict(base)
     for name, value in values.items():
-        before = merged.get(name)
-        is_section = isinstance(value, Mapping) and isinstance(before, Mapping)
-        merged[name] = _merge(before, value) if is_section else value  # pyright: ignore
+        default = merged.get(name)
+        is_section = isinstance(value, Mapping) and isinstance(default, Mapping)
+        merged[name] = _merge(default, value) if is_section else value  # pyright: ignore
     return merged
 
 

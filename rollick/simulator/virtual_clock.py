@@ -1,8 +1,8 @@
 """asyncio on a virtual clock: simulates hours in seconds, deterministically.
 
 The code that runs on it is ordinary asyncio, and `loop.time()` is the virtual clock. Nothing really
-waits: when no callback is ready, the clock jumps to the next timer. There are no threads and no IO,
-so a loop with no ready callback and no timer can never continue: it raises StuckError.
+waits: when no callback is ready, the clock jumps to the next timer. There are no threads and no
+I/O, so a loop with no ready callback and no timer can never continue: it raises StuckError.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from rollick.errors import StuckError
 Result = TypeVar("Result")
 
 MAX_NAMED_TASKS = 8
-"""How many waiting tasks an error message lists; it only counts the others."""
+"""Maximum tasks that an error message lists by name."""
 
 MAX_CANCELLED = 100
-"""The heap may keep this many cancelled timers, or half of its size if that is more."""
+"""The heap keeps at most this many cancelled timers, or half of its size if that is more."""
 
 
 def run_virtual(main: Coroutine[Any, Any, Result]) -> Result:
@@ -44,8 +44,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(_ClockSelector(self))
         self._now = 0.0
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
-        self._timers_set = 0
-        self._timers_cancelled = 0
+        self._num_timers = 0
+        self._num_cancelled = 0
 
     def time(self) -> float:
         return self._now
@@ -56,8 +56,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         if self.is_closed():
             raise RuntimeError("Event loop is closed")
         handle = asyncio.TimerHandle(when, callback, args, self, context)
-        self._timers_set += 1
-        heappush(self._timers, (when, self._timers_set, handle))
+        self._num_timers += 1
+        heappush(self._timers, (when, self._num_timers, handle))
         return handle
 
     def advance(self, *, idle: bool) -> None:
@@ -76,11 +76,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """asyncio's hook. Rebuilds the heap when too many timers in it are cancelled."""
         if handle.when() <= self._now:
             return
-        self._timers_cancelled += 1
-        if self._timers_cancelled > max(MAX_CANCELLED, len(self._timers) // 2):
+        self._num_cancelled += 1
+        if self._num_cancelled > max(MAX_CANCELLED, len(self._timers) // 2):
             self._timers = [timer for timer in self._timers if not timer[2].cancelled()]
             heapify(self._timers)
-            self._timers_cancelled = 0
+            self._num_cancelled = 0
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:
         raise StuckError(
@@ -91,8 +91,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def _raise_stuck(self) -> NoReturn:
         tasks = asyncio.all_tasks(self)
-        coroutines = [(t.get_name(), getattr(t.get_coro(), "__qualname__", "")) for t in tasks]
-        names = sorted(f"{name} ({code})" if code else name for name, code in coroutines)
+        pairs = [(t.get_name(), getattr(t.get_coro(), "__qualname__", "")) for t in tasks]
+        names = sorted(f"{task} ({coroutine})" if coroutine else task for task, coroutine in pairs)
         more = f" and {len(names) - MAX_NAMED_TASKS} more" if len(names) > MAX_NAMED_TASKS else ""
         raise StuckError(
             f"nothing is scheduled at virtual time {self._now:g} s, and these tasks still wait: "
@@ -102,7 +102,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _ClockSelector(selectors.SelectSelector):
-    """A selector that advances the clock where the loop would block for IO."""
+    """A selector that advances the clock where the loop would block for I/O."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """The work of simulated samples: how long they are, how long things take, and their scores.
 
-Every number is a hash of (seed, what it is for, SampleId, turn), independent of the schedule: so
-two schedules of the same work can be compared by their time alone.
+Every number is a hash of (seed, purpose, SampleId, turn), independent of the schedule. So two
+schedules of the same work differ only in time.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _TAIL_Z = NORMAL.inv_cdf(0.999)
 
 def uniform(*key: str | int) -> float:
     """A number strictly between 0 and 1, determined by the key."""
-    # 52 bits and a half fit a float exactly, so rounding gives neither 0 nor 1.
+    # 52 bits plus 0.5 fit a float exactly, so rounding gives neither 0 nor 1.
     return ((stable_hash(*key) >> 11) + 0.5) / 2**52
 
 
 Quantile = Callable[[float], float]
-"""A distribution: gives the value below which a share `u` of all values is, 0 < u < 1."""
+"""The inverse of a distribution function: a share `u` of all values is below its result."""
 
 
 def constant(value: float) -> Quantile:
@@ -60,22 +60,22 @@ class Lengths:
     def tokens(self, uid: SampleId, turn: int = 0) -> int:
         u = uniform(self.seed, "length", uid.group, uid.index, turn)
         if self.prompt_share > 0:
-            group = uid.group % self.prompts if self.prompts else uid.group
-            u = self._correlate(u, group, turn)
+            prompt = uid.group % self.prompts if self.prompts else uid.group
+            u = self._correlate(u, prompt, turn)
         return max(1, min(self.max_tokens, round(self.distribution(u))))
 
-    def _correlate(self, u: float, group: int, turn: int) -> float:
-        """Mix in the group's number. Weights whose squares sum to 1 keep the distribution."""
-        common = NORMAL.inv_cdf(uniform(self.seed, "group length", group, turn))
-        own = NORMAL.inv_cdf(u)
-        mixed = math.sqrt(self.prompt_share) * common + math.sqrt(1 - self.prompt_share) * own
+    def _correlate(self, u: float, prompt: int, turn: int) -> float:
+        """Mix in the prompt's number. Weights whose squares sum to 1 keep the distribution."""
+        common = NORMAL.inv_cdf(uniform(self.seed, "group length", prompt, turn))
+        sample = NORMAL.inv_cdf(u)
+        mixed = math.sqrt(self.prompt_share) * common + math.sqrt(1 - self.prompt_share) * sample
         return min(max(NORMAL.cdf(mixed), 2**-53), 1 - 2**-53)
 
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """How many seconds something takes for a turn of a sample. `purpose` keeps two kinds of wait
-    (a reward, an environment) with one seed independent."""
+    """Seconds of a reward or an environment for a turn of a sample. Latencies with the same seed
+    and different `purpose` are independent."""
 
     seed: int
     distribution: Quantile
@@ -124,8 +124,8 @@ class SampleWork:
         self.reward = Latencies(seed, latency_distribution(config.reward), "reward")
 
     def turns(self, uid: SampleId) -> int:
-        choices = max(0, self.config.most_turns - self.config.turns) + 1
-        extra = int(uniform(self.seed, "turns", *uid) * choices) if choices > 1 else 0
+        num_choices = max(0, self.config.most_turns - self.config.turns) + 1
+        extra = int(uniform(self.seed, "turns", *uid) * num_choices) if num_choices > 1 else 0
         return self.config.turns + extra
 
     def tokens(self, uid: SampleId) -> list[int]:
@@ -137,14 +137,14 @@ class SampleWork:
     def generation_s(self, uid: SampleId, step_time: StepTime, *, slots: int) -> float:
         """Device-seconds of a sample on an engine whose slots are all in use, without its part of
         the group's prompt: a lower bound for every schedule."""
-        each = step_time.base_s / slots + step_time.per_sequence_s
+        token_s = step_time.base_s / slots + step_time.per_sequence_s
         context, seconds = self.config.prompt_tokens, 0.0
         for turn, tokens in enumerate(self.tokens(uid)):
             if turn:
                 seconds += step_time.per_prefill_token_s * self.config.observation_tokens
                 context += self.config.observation_tokens
-            read = tokens * context + tokens * (tokens - 1) / 2
-            seconds += tokens * each + step_time.per_kv_token_s * read
+            kv_tokens = tokens * context + tokens * (tokens - 1) / 2
+            seconds += tokens * token_s + step_time.per_kv_token_s * kv_tokens
             context += tokens
         return seconds
 
