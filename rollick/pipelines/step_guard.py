@@ -149,7 +149,7 @@ class StepGuard:
 
     def _dump_batches(self) -> Path:
         """Write the batches of the bad steps. Returns their folder."""
-        path = self._dumps / "troubled_steps"
+        path = self._dumps / "bad_steps"
         for role, bad_steps in self._bad_steps.items():
             for step in bad_steps:
                 folder = path / f"{role}-{step.number:06d}"

@@ -40,7 +40,7 @@ def test_a_learning_rate_of_a_thousand_ends_the_run_with_an_error(toy: Toy, stal
     assert faults[0].step == 1
     assert "fell from" in faults[0].cause
     for fault in faults:
-        batch = load_batch(folder / f"dumps/troubled_steps/policy-{fault.step + 1:06d}/batch")
+        batch = load_batch(folder / f"dumps/bad_steps/policy-{fault.step + 1:06d}/batch")
         assert batch.rows == 16
     # Nothing is saved of what the first troubled step already showed to be broken.
     saved = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))

@@ -338,4 +338,4 @@ def test_a_step_that_changed_nothing_publishes_nothing_and_many_stop_the_run(
     folder = Path(loaded.recipe.run.folder) / loaded.recipe.run.name
     (row,) = read_metrics(folder / "metrics.jsonl")
     assert (row["version"], row["train/skipped_steps"]) == (0, 1)
-    assert load_batch(folder / "dumps" / "troubled_steps" / "policy-000002" / "batch").rows == 16
+    assert load_batch(folder / "dumps" / "bad_steps" / "policy-000002" / "batch").rows == 16

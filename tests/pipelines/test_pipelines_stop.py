@@ -261,4 +261,4 @@ def test_an_sft_whose_gradients_are_not_finite_stops(toy: Toy) -> None:
     with pytest.raises(RollickError, match="2 steps in a row had a non-finite gradient"):
         run_recipe(loaded)
     folder, _ = saved_steps(loaded)
-    assert load_batch(folder / "dumps" / "troubled_steps" / "policy-000003" / "batch").rows > 0
+    assert load_batch(folder / "dumps" / "bad_steps" / "policy-000003" / "batch").rows > 0

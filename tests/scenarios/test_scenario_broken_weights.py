@@ -134,7 +134,7 @@ def test_broken_steps_are_undone_and_the_run_goes_on(
         check_cost(folder, fault)
         assert fault.failed_at == broken_steps[0].detected_at
         for step in (4, 5):
-            batch = load_batch(folder / f"dumps/troubled_steps/policy-{step:06d}/batch")
+            batch = load_batch(folder / f"dumps/bad_steps/policy-{step:06d}/batch")
             assert batch.rows == 16
     assert [row["version"] for row in figures(result)] == versions_of(kind)
     assert all(isfinite(row["train/loss"]) for row in figures(result)[5:])

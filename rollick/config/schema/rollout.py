@@ -121,7 +121,7 @@ class RolloutConfig(Section):
     log-prob."""
     engine_restarts: NonNegative = 3
     """How often a lost engine is replaced in a run, by a new process with the current weights.
-    Engines that share a process with another role are not replaced."""
+    An engine that shares a process with another role is replaced with it (cluster.restarts)."""
     engine_queue: Annotated[float, Field(ge=0)] = 1.0
     """Extra requests queued on an engine, as a fraction of its slots, so that no slot is idle."""
     drop_no_signal: bool | None = None

@@ -160,7 +160,7 @@ def load_shards(model: nn.Module, source: nn.Module | None, *, device: str, offl
         for name, parameter in model.named_parameters():
             full = _broadcast_from_first(parameters.get(name), parameter, device)
             for split in _splits(parameter):
-                full = full.split(split.sizes, dim=split.dim)[split.index]
+                full = full.split(split.sizes, dim=split.dim)[split.rank]
             local_tensor(parameter).copy_(full)
         buffers = dict(source.named_buffers()) if source else {}
         for name, buffer in model.named_buffers():
@@ -198,8 +198,8 @@ class _Split(NamedTuple):
 
     dim: int
     sizes: list[int]
-    index: int
-    """This rank's part."""
+    rank: int
+    """This rank's index on the axis: which of the sizes it has."""
     group: Any
 
 
