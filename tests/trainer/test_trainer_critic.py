@@ -228,7 +228,7 @@ def test_numbers_outside_the_mask_cannot_poison_the_gradient(folder: Path):
 
 
 def test_a_batch_without_returns_is_refused(folder: Path):
-    with pytest.raises(ConfigError, match="old values and returns"):
+    with pytest.raises(ConfigError, match="no values and returns"):
         critic_of(folder).forward_backward(random_batch([5]), value_loss)
 
 

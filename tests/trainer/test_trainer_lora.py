@@ -196,7 +196,7 @@ def test_without_adapters_there_is_neither_a_reference_nor_an_adapter_to_write(
     folder: Path, tmp_path: Path
 ) -> None:
     strategy = LocalStrategy(recipe_of(folder))
-    with pytest.raises(ConfigError, match="without adapters"):
+    with pytest.raises(ConfigError, match="has no adapters"):
         strategy.reference_logprobs(random_batch(LENGTHS))
     with pytest.raises(ConfigError, match="no adapter to write"):
         strategy.export_adapter(tmp_path)
