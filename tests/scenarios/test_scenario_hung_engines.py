@@ -107,14 +107,14 @@ async def test_an_engine_with_slow_steps_is_named_within_twenty_steps_and_gets_l
 
         fleet.completed = count  # type: ignore[method-assign]
         for _ in range(20):
-            if not fleet.speeds.slow:
+            if not fleet.speeds.slow_workers:
                 await pipeline.step()
-        assert fleet.speeds.slow
+        assert fleet.speeds.slow_workers
         requests.clear()
         for _ in range(3):
             await pipeline.step()
         slow = processes_of(pipeline).index(taken_by(plan))
         [fault] = faults_of(pipeline, "slow")
-        assert (fault.rank, fleet.speeds.slow) == (slow, [slow])
+        assert (fault.rank, fleet.speeds.slow_workers) == (slow, [slow])
         assert sum(requests.values()) == 48
         assert requests[slow] < 0.75 * requests[1 - slow], requests
