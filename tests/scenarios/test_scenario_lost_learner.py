@@ -78,7 +78,9 @@ def rows(folder: Path, file: str) -> list[dict[str, Any]]:
 
 
 def faults_of(result: RunResult, role: str) -> list[Fault]:
-    return [fault for fault in read_faults(result.folder) if fault.role == role]
+    """Without those of a busy machine, on which a rank may be slower than the others."""
+    faults = read_faults(result.folder)
+    return [fault for fault in faults if fault.role == role and fault.kind != "slow"]
 
 
 def check_equal(faulty: RunResult, calm: RunResult) -> None:

@@ -1,7 +1,6 @@
 """Runs under `rollick train --restarts` whose controller is killed: nothing changes, nothing is
 left behind."""
 
-import json
 import os
 import random
 import signal
@@ -13,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from conftest import learner_state, toy
+from conftest import figures, learner_state, toy
 from marked_processes import marked_environment, processes_with
 
 from rollick import RunResult, run_recipe
@@ -25,8 +24,6 @@ from rollick.observe.faults import read_faults
 
 STEPS = 12
 OPTIONS = ("run.deterministic=true", "checkpoint.every=1")
-CLOCKED = ("time/", "speed/", "controller/event_loop_lag", "memory/")
-"""Metrics that depend on the clock."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -97,16 +94,10 @@ def kill_controller(process: subprocess.Popen[str]) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def figures(folder: Path) -> list[dict[str, float]]:
-    lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    return [{k: v for k, v in row.items() if not k.startswith(CLOCKED)} for row in rows]
-
-
 def check_equal_and_clean(undisturbed: RunResult, folder: Path, mark: str) -> None:
     killed = RunResult(folder, STEPS, {})
     assert learner_state(killed) == learner_state(undisturbed)
-    assert figures(folder) == figures(undisturbed.folder)
+    assert figures(killed) == figures(undisturbed)
     assert processes_with(mark) == {}
     assert find_unused_shared_memory() == []
 
