@@ -30,7 +30,7 @@ from typing import TypeVar
 from rollick.cluster.devices import DeviceMap, HostSpec
 from rollick.cluster.worker import RoleSpec
 from rollick.data.batch import Batch
-from rollick.errors import RollickError, WorkerError, WorkerHung, WorkerLost
+from rollick.errors import RollickError, WeightError, WorkerError, WorkerHung, WorkerLost
 from rollick.infer.cancellation import cancel_tasks
 from rollick.observe.faults import Fault, FaultLog, failure_time, fault_kind
 from rollick.observe.goodput import TimeAccount
@@ -128,9 +128,11 @@ class WorkerRecovery:
             begun, before = now(), self._count_repairs(self._hosts_of(role))
             try:
                 return await attempt()
-            except WorkerError as error:
+            except (WorkerError, WeightError) as error:
                 if self._group.is_closed or (others and await self._responds(role)):
                     raise
+                if isinstance(error, WeightError):  # The receiver noticed the loss first.
+                    error = WorkerLost(error.message)
                 error = await self._root_cause(role, error, begun_at=time.time() - (now() - begun))
                 num_errors += not isinstance(error, WorkerLost)
                 if num_errors > 1:  # A new process raised too, so its input is the cause.

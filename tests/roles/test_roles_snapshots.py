@@ -19,7 +19,7 @@ from rollick.cluster.group import open_group
 from rollick.cluster.worker import HostContext, RoleSpec
 from rollick.config.devices import parse_devices
 from rollick.config.schema import ClusterConfig
-from rollick.errors import CheckpointError, RollickError, WorkerError, WorkerLost
+from rollick.errors import CheckpointError, RollickError, WeightError, WorkerError, WorkerLost
 from rollick.observe.faults import FaultLog, LostTime
 from rollick.observe.goodput import TimeAccount
 from rollick.roles import worker_recovery
@@ -70,6 +70,8 @@ class CountingLearner:
 
     def peak_memory(self) -> int:
         """A call that reads the state, like that for log-probs."""
+        if self.is_lost:
+            raise WorkerLost("the process ended")
         return self.batches
 
 
@@ -361,6 +363,22 @@ async def test_a_call_of_an_earlier_attempt_does_not_reach_a_process_without_its
         is_new.set()
         await asyncio.gather(publishing, repairing)
         assert reads == [1]
+
+
+async def test_a_publish_whose_receiver_notices_the_loss_of_the_policy_first_is_retried(
+    opened: OpenRun,
+) -> None:
+    async with opened() as run:
+        await run.recovery.take_snapshots()
+        old = run.learners["policy"]
+        old.is_lost = True
+
+        async def publish() -> int:
+            if run.learners["policy"] is old:
+                raise WeightError("the weights of version 2 are not available")
+            return await run.roles.policy.call_rank(0, Role.peak_memory)
+
+        assert await run.roles.policy.retry(publish, others=True) == 0
 
 
 @pytest.mark.parametrize("role", TRAINED)
