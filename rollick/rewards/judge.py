@@ -225,15 +225,12 @@ class _BatchJudge:
             try:
                 usage.requests += 1
                 reply = await self._post(prompt.messages, usage)
-                self.has_response = True
                 return judge_prompt.read_verdict(reply, prompt)
             except UnparsableVerdict as error:
                 failures.append(TransientError(f"unparsable verdict: {error}"))
             except TransientError as error:
                 failures.append(error)
-            if not isinstance(failures[-1], NoResponse):
-                self.has_response = True
-                responses += 1
+            responses += not isinstance(failures[-1], NoResponse)
             if responses > self.settings.retries:
                 raise failures[-1]
             usage.retries += 1
@@ -247,6 +244,7 @@ class _BatchJudge:
         request = self.client.stream("POST", url, json=body)
         try:
             async with asyncio.timeout(settings.request_s), request as response:
+                self.has_response |= response.status_code not in UNAVAILABLE_STATUS
                 content = settings.redact(await _read_body(response))
         except TimeoutError:
             raise NoResponse(f"no response within {settings.request_s:g} s") from None

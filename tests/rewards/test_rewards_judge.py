@@ -249,6 +249,19 @@ async def test_a_vote_that_waited_behind_slow_replies_until_the_deadline_has_tim
     assert [score.status for score in scores] == statuses
 
 
+async def test_a_vote_that_waited_behind_rejected_requests_has_timed_out():
+    delays = [0.0, 60.0]
+
+    async def reject(request: dict[str, Any]) -> int:
+        await asyncio.sleep(delays.pop(0))
+        return 400
+
+    async with server(reject) as fake:
+        scores = await ask(fake, "first", "second", "third", concurrency=1, timeout_s=1.5)
+    statuses = [ScoreStatus.FAILED, ScoreStatus.UNAVAILABLE, ScoreStatus.TIMEOUT]
+    assert [score.status for score in scores] == statuses
+
+
 async def test_a_vote_that_waited_behind_requests_without_any_reply_is_unavailable():
     async def stall() -> str:
         await asyncio.sleep(60)
