@@ -1,4 +1,4 @@
-"""Fixtures that several packages share. Heavy imports are inside them."""
+"""Fixtures that several test packages share. They import heavy packages inside, when used."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ if not Path("/dev/nvidiactl").exists():
 
 
 def unit_of(nodeid: str) -> tuple[int, str]:
-    """The unit of work that one test belongs to: its order and its name. Usually its file."""
+    """The order and the name of the unit in which a test is scheduled, usually its file."""
     file = nodeid.split("::")[0]
     for name, files in FILES_OF_ONE_WORKER.items():
         if file.endswith(files):
@@ -89,10 +89,10 @@ def toy(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
     from rollick.config.load import recipe_from_dict
     from rollick.testing.toys import toy_recipe, without_rollout
 
-    numbers, runs = count(), tmp_path_factory.mktemp("runs")
+    run_numbers, runs = count(), tmp_path_factory.mktemp("runs")
 
     def load(*overrides: str, name: str = "", steps: int = 2, **sections: Any) -> LoadedRecipe:
-        name = name or f"toy{next(numbers)}"
+        name = name or f"toy{next(run_numbers)}"
         recipe = toy_recipe(tiny_folder, runs, name=name, steps=steps) | sections
         if recipe.get("pipeline") in ("sft", "dpo", "distill"):
             recipe = without_rollout(recipe)
@@ -120,17 +120,17 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     started: dict[int, Ranks] = {}
     with ExitStack() as stack:
 
-        def of(count: int) -> Ranks:
+        def start_ranks(count: int) -> Ranks:
             if count not in started:
                 started[count] = stack.enter_context(Ranks(count))
             return started[count]
 
-        yield of
+        yield start_ranks
 
 
 @pytest.fixture(scope="session")
 def kernel_device() -> str:
-    """Where Triton kernels run: on a GPU, or in Triton's interpreter."""
+    """The device of Triton kernels: a GPU, or the CPU for Triton's interpreter."""
     import torch
 
     if importlib.util.find_spec("triton") is None:
@@ -139,9 +139,10 @@ def kernel_device() -> str:
 
 
 class VllmEngines:
-    """Fresh engines around one vLLM, whose processes start once and serve all tests.
+    """Creates engines that share one vLLM client; its processes start once for all tests.
 
-    Its tests run on the event loop of the session, because vLLM's client lives on one.
+    Tests that use it run on the event loop of the session, because vLLM's client is bound to one
+    loop.
     """
 
     def __init__(self) -> None:
@@ -149,7 +150,7 @@ class VllmEngines:
         self.slots = 0
 
     async def fresh(self, folder: Path, *, slots: int) -> VllmEngine:
-        """Version 0 has the weights of the folder, whose model has the same sizes each time."""
+        """Version 0 has the weights of `folder`. All folders must have models of the same sizes."""
         from rollick.config.schema import InferConfig, ModelConfig, VllmConfig
         from rollick.infer.engine import StopRules
         from rollick.infer.vllm.engine import VllmEngine
@@ -165,7 +166,7 @@ class VllmEngines:
         assert slots == self.slots
         client, stats = self.started
         engine = VllmEngine(
-            _Kept(client),
+            _SharedClient(client),
             stats,
             infer,
             skeleton=empty_model(model, attention="eager"),
@@ -184,8 +185,8 @@ class VllmEngines:
             gc.collect()
 
 
-class _Kept:
-    """vLLM's client, except that it outlives the engine of one test."""
+class _SharedClient:
+    """vLLM's client without its shutdown, so that it outlives the engine of one test."""
 
     def __init__(self, client: Any) -> None:
         self.client = client

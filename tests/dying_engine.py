@@ -1,12 +1,12 @@
 """Engines whose process kills itself halfway through a publish.
 
 DYING_ENGINE names a file with POINT:VISIT. The first process that reaches the point for the
-VISIT-th time (from 1) takes the file away, and dies there:
+VISIT-th time (from 1) renames the file and kills itself there:
 
     receive    half of the weights are read, none is verified
     commit     half of the parameters have new weights, the others have the old ones
 
-`install` lets the native engines of worker processes pass these points.
+`install` adds these points to the native engines of worker processes.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _VISITS: Counter[str] = Counter()
 
 
 def install(folder: Path) -> str:
-    """Returns the value for PYTHONPATH."""
+    """Write the import hook. Returns the value for PYTHONPATH."""
     return write_import_hook(folder, "rollick.workers.generator", "dying_engine:add_points")
 
 
 def is_due(point: str) -> bool:
-    """Whether this process must die now: it is the first that reaches the point so often."""
+    """Whether this process must die now: it is the first with so many visits to the point."""
     _VISITS[point] += 1
     plan = Path(os.environ.get(VARIABLE, "/nonexistent"))
     try:
@@ -58,13 +58,13 @@ def add_points(generator: Any) -> None:
             die()
         return fingerprint(pairs)
 
-    def dying_write(module: Any, weights: Any, *others: Any, **how: Any) -> Fingerprint:
+    def dying_write(module: Any, weights: Any, *others: Any, **options: Any) -> Fingerprint:
         if is_due("commit"):
             targets = dict(module.named_parameters(remove_duplicate=False))
             for name, tensor in weights.pairs[: len(weights.pairs) // 2]:
                 targets[name].data = tensor.clone()
             die()
-        return write(module, weights, *others, **how)
+        return write(module, weights, *others, **options)
 
     receiver.fingerprint = dying_fingerprint
     weight_update.write_weights = dying_write

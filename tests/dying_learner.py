@@ -8,11 +8,10 @@ DYING_LEARNER names a file with one death in each line:
     POINT:VISIT:stop       the process is stopped instead (SIGSTOP)
     POINT:VISIT:hang       the thread blocks for ever instead, and the process runs
 
-POINT is one of POINTS, or `copy`, which is within the copy of a snapshot.
+POINT is one of POINTS, or `copy`, which is in the middle of the copy of a snapshot.
 
-`install` makes them known under the names `dying` and `dying_fsdp`, also to worker processes. A
-recipe cannot name a critic: in each process with the package on its path, every critic is a dying
-one.
+`install` registers the strategies as `dying` and `dying_fsdp`, also in worker processes. A recipe
+cannot name a critic: each process with the package on its path uses the dying critic.
 """
 
 from __future__ import annotations
@@ -56,29 +55,29 @@ _VISITS: Counter[str] = Counter()
 
 
 def install(folder: Path) -> str:
-    """Writes a package with the strategies as plugins; returns the value for PYTHONPATH."""
+    """Write a package with the strategies as plugins; returns the value for PYTHONPATH."""
     write_plugins(folder, "train_strategies", STRATEGIES)
     return write_import_hook(folder, "rollick.trainer.critic", "dying_learner:replace_critic")
 
 
 def die_at(point: str, *, rank: int = 0) -> None:
-    """`rank`: only this rank of a sharded learner dies."""
+    """Die or hang if the first line of the plan names this visit; a `rank` above 0 never does."""
     plan = Path(os.environ.get(VARIABLE, "/nonexistent"))
     deaths = plan.read_text().splitlines() if plan.is_file() else []
     if rank or not deaths:
         return
-    name, visit, *how = deaths[0].split(":")
+    name, visit, *modes = deaths[0].split(":")
     _VISITS[point] += 1
     if name == point and _VISITS[point] == int(visit):
-        if "always" not in how:
+        if "always" not in modes:
             plan.write_text("\n".join(deaths[1:]))
-        if "hang" in how:
+        if "hang" in modes:
             threading.Event().wait()
-        os.kill(os.getpid(), signal.SIGSTOP if "stop" in how else signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGSTOP if "stop" in modes else signal.SIGKILL)
 
 
-class _Dying:
-    """The points of a strategy; mixed into the real ones."""
+class _DyingMixin:
+    """A mixin that adds the points to a strategy."""
 
     optimizer: MasterAdamW
     rank = 0
@@ -118,7 +117,7 @@ class _Dying:
         return super().state()  # type: ignore[misc]
 
     def _copy_half(self, named: Sequence[tuple[str, Tensor]], targets: Sequence[Tensor]) -> Any:
-        """The copy of a snapshot, with the point `copy` where half of it is written."""
+        """Copy a snapshot, with the point `copy` when half of it is written."""
         half = len(named) // 2
         copy_and_fingerprint(named[:half], targets[:half])
         die_at("copy", rank=self.rank)
@@ -129,12 +128,12 @@ class _Dying:
         return super().weights()  # type: ignore[misc]
 
 
-class DyingLocal(_Dying, LocalStrategy):
+class DyingLocal(_DyingMixin, LocalStrategy):
     pass
 
 
-class DyingFsdp(_Dying, FsdpStrategy):
-    """Rank 1 of two dies, so that rank 0 waits in a collective."""
+class DyingFsdp(_DyingMixin, FsdpStrategy):
+    """Rank 1 of two dies (it passes 0 to `die_at`), so that rank 0 waits in a collective."""
 
     @property
     def rank(self) -> int:  # type: ignore[override]
@@ -142,9 +141,9 @@ class DyingFsdp(_Dying, FsdpStrategy):
 
 
 def replace_critic(module: Any) -> None:
-    """By a class with the points of a strategy, but `values` instead of `publish`."""
+    """Replace the critic by one with the points of a strategy; `values` replaces `publish`."""
 
-    class DyingCritic(_Dying, module.LocalCritic):
+    class DyingCritic(_DyingMixin, module.LocalCritic):
         def values(self, batch: Batch) -> Any:
             die_at("values")
             return super().values(batch)

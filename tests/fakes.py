@@ -1,4 +1,4 @@
-"""Fakes at the seams that tests replace: engine, codec, sample tracker; and groups with loss masks.
+"""Fakes of the engine, the codec and the sample tracker, and groups with loss masks.
 
 FakeEngine generates scripted replies in scripted times; FakeCodec has one token per character.
 """
@@ -63,7 +63,7 @@ class FakeCodec:
 
 
 @dataclass(slots=True)
-class _Draw:
+class _PendingRequest:
     """A request in flight."""
 
     token_ids: list[int] = field(default_factory=list[int])
@@ -101,10 +101,10 @@ class FakeEngine:
         self._slots = slots
         self._version = PolicyVersion(version)
         self._logprob = logprob
-        self._pending: dict[SampleId, _Draw] = {}
+        self._pending: dict[SampleId, _PendingRequest] = {}
         self._free = asyncio.Semaphore(slots)
-        self._going = asyncio.Event()
-        self._going.set()
+        self._running = asyncio.Event()
+        self._running.set()
 
     @property
     def capabilities(self) -> frozenset[Capability]:
@@ -120,15 +120,15 @@ class FakeEngine:
         if request.uid in self._pending:
             raise EngineError(f"sample {request.uid} is already being generated")
         self.requests.append(request)
-        draw = self._pending[request.uid] = _Draw()
+        pending = self._pending[request.uid] = _PendingRequest()
         self.peak = max(self.peak, len(self._pending))
         try:
             if self._free.locked():
-                await _first_of(self._free_slot(), draw.aborted.wait())
-            if draw.aborted.is_set():
-                return self._abort(request, draw)
+                await _wait_for_first(self._free_slot(), pending.aborted.wait())
+            if pending.aborted.is_set():
+                return self._abort(request, pending)
             async with self._free:
-                return await self._draw(request, draw)
+                return await self._generate_tokens(request, pending)
         finally:
             del self._pending[request.uid]
 
@@ -140,14 +140,14 @@ class FakeEngine:
     def lose(self) -> None:
         """Simulate the loss of the engine and its running requests."""
         self.fail_with = EngineLost("the fake engine is gone")
-        for draw in self._pending.values():
-            draw.aborted.set()
+        for pending in self._pending.values():
+            pending.aborted.set()
 
     async def pause(self) -> None:
-        self._going.clear()
+        self._running.clear()
 
     async def resume(self) -> None:
-        self._going.set()
+        self._running.set()
 
     async def update(
         self,
@@ -189,39 +189,39 @@ class FakeEngine:
         async with self._free:
             pass
 
-    async def _draw(self, request: Request, draw: _Draw) -> Completion:
+    async def _generate_tokens(self, request: Request, pending: _PendingRequest) -> Completion:
         reply = self._reply(request)
         full: list[int] = [ord(c) for c in reply] if isinstance(reply, str) else list(reply)
         tokens = full[: request.sampling.max_tokens]
         if request.continue_from is not None:
-            draw.token_ids.extend(request.continue_from.token_ids.tolist())
-            draw.logprobs.extend(request.continue_from.logprobs.tolist())
-            draw.versions.extend(request.continue_from.versions.tolist())
+            pending.token_ids.extend(request.continue_from.token_ids.tolist())
+            pending.logprobs.extend(request.continue_from.logprobs.tolist())
+            pending.versions.extend(request.continue_from.versions.tolist())
         seconds = self._seconds(request) if callable(self._seconds) else self._seconds
-        for token in tokens[len(draw.token_ids) :]:
-            await self._tick(draw, seconds / len(tokens))
-            if draw.aborted.is_set():
-                return self._abort(request, draw)
-            draw.token_ids.append(token)
-            draw.logprobs.append(self._logprob)
-            draw.versions.append(self._version)
+        for token in tokens[len(pending.token_ids) :]:
+            await self._tick(pending, seconds / len(tokens))
+            if pending.aborted.is_set():
+                return self._abort(request, pending)
+            pending.token_ids.append(token)
+            pending.logprobs.append(self._logprob)
+            pending.versions.append(self._version)
             self.generated_tokens += 1
         stop = StopReason.LENGTH if len(full) > len(tokens) else StopReason.STOP
-        return _completion(request, draw, stop)
+        return _completion(request, pending, stop)
 
-    def _abort(self, request: Request, draw: _Draw) -> Completion:
+    def _abort(self, request: Request, pending: _PendingRequest) -> Completion:
         if self.fail_with is not None:
             raise self.fail_with
-        return _completion(request, draw, StopReason.ABORTED)
+        return _completion(request, pending, StopReason.ABORTED)
 
-    async def _tick(self, draw: _Draw, seconds: float) -> None:
+    async def _tick(self, pending: _PendingRequest, seconds: float) -> None:
         """Wait for the duration of one token, or until the request is aborted."""
-        if not self._going.is_set():
-            await _first_of(self._going.wait(), draw.aborted.wait())
+        if not self._running.is_set():
+            await _wait_for_first(self._running.wait(), pending.aborted.wait())
         if seconds > 0:
             try:
                 async with asyncio.timeout(seconds):
-                    await draw.aborted.wait()
+                    await pending.aborted.wait()
             except TimeoutError:
                 pass
 
@@ -250,9 +250,9 @@ class FakeTracker:
         self.calls.append("lost")
 
 
-async def _first_of(*waits: Coroutine[Any, Any, object]) -> None:
+async def _wait_for_first(*coroutines: Coroutine[Any, Any, object]) -> None:
     """Return when the first coroutine ends, and cancel the others."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    tasks = [asyncio.ensure_future(wait) for wait in coroutines]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -275,12 +275,12 @@ def masked_group(scores: Sequence[float | None], *masks: str, uid: int = 0) -> G
     return replace(plain, members=members)
 
 
-def _completion(request: Request, draw: _Draw, stop: StopReason) -> Completion:
+def _completion(request: Request, pending: _PendingRequest, stop: StopReason) -> Completion:
     return Completion(
         uid=request.uid,
-        token_ids=np.array(draw.token_ids, np.int32),
-        logprobs=np.array(draw.logprobs, np.float32),
-        versions=np.array(draw.versions, np.int32),
+        token_ids=np.array(pending.token_ids, np.int32),
+        logprobs=np.array(pending.logprobs, np.float32),
+        versions=np.array(pending.versions, np.int32),
         stop=stop,
     )
 
@@ -296,7 +296,7 @@ def step_time(
     per_prefill_token_s: float = 0.0,
     **others: Any,
 ) -> StepTime:
-    """A simulated engine's step; the parts that are not given take no time."""
+    """The step time of a simulated engine; parts without a value take no time."""
     return StepTime(
         base_s=base_s,
         per_sequence_s=per_sequence_s,

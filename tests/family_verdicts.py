@@ -1,11 +1,11 @@
-"""Whether engine and learner compute a family's log-probs, or refuse it before anything is sampled.
+"""Checks that engine and learner compute the log-probs of a family, or refuse it before sampling.
 
     python tests/family_verdicts.py                           CPU engine, learner, vLLM's registry
     python tests/family_verdicts.py --device cuda FAMILY …    GPU engine
 
-Each writes its columns of docs/results/families.json, from which docs/make_families.py makes
-docs/models.md. The reference is transformers' own forward with eager attention, one sequence at a
-time.
+Each command writes its columns of docs/results/families.json, from which docs/make_families.py
+makes docs/models.md. The reference is transformers' own forward with eager attention, one sequence
+at a time.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Verdict(NamedTuple):
 
 
 def judge(load: Callable[[], Any], error_of: Callable[[Any], float]) -> Verdict:
-    """Load, then measure; only an error of ours while loading is a refusal."""
+    """Load, then measure the error. Only a RollickError while loading counts as a refusal."""
     try:
         loaded = load()
     except RollickError as error:
@@ -84,7 +84,7 @@ def save_family(family: str, folder: Path) -> Path:
 
 
 def reference_logprobs(model: nn.Module, token_ids: Tensor) -> Tensor:
-    """Of each token after the first, at temperature 1."""
+    """The log-prob of each token after the first, at temperature 1."""
     logits = model(input_ids=token_ids[None], use_cache=False).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(1, token_ids[1:, None])[:, 0]
 
@@ -144,10 +144,10 @@ def judge_paged(folder: Path, reference: nn.Module) -> Verdict:
     def run(runner: PagedRunner) -> float:
         for request in requests():
             runner.queue.submit(EngineRequest(request))
-        ended: dict[SampleId, Completion] = {}
+        finished: dict[SampleId, Completion] = {}
         while runner.has_work:
-            ended |= {request.request.uid: completion for request, completion in runner.step()}
-        return completion_error(reference, [ended[uid] for uid in SAMPLES])
+            finished |= {request.request.uid: completion for request, completion in runner.step()}
+        return completion_error(reference, [finished[uid] for uid in SAMPLES])
 
     return judge(load, run)
 
@@ -179,14 +179,14 @@ def _learner_error(learner: LocalStrategy, reference: nn.Module) -> float:
         expected.append(reference_logprobs(reference, ids)[len(prompt) - 1 :])
     torch.cat(expected).sum().backward()
     actual = torch.from_numpy(learner.logprobs(batch)[batch.loss_mask_N])
-    learner.forward_backward(batch, _sum_of_logprobs)
+    learner.forward_backward(batch, _sum_logprobs)
     return max(
         (actual - torch.cat(expected).detach()).abs().max().item(),
         _gradient_error(learner.module, reference),
     )
 
 
-def _sum_of_logprobs(inputs: LossInputs) -> Any:
+def _sum_logprobs(inputs: LossInputs) -> Any:
     return weighted_loss(inputs, TokenLoss(inputs.logprobs_T / inputs.weights_T))
 
 
@@ -195,10 +195,12 @@ def _gradient_error(module: nn.Module, reference: nn.Module) -> float:
     largest = max(g.abs().max().item() for g in expected.values() if g is not None)
     error = 0.0
     for name, parameter in module.named_parameters():
-        ours, theirs = parameter.grad, expected[name]
-        ours = torch.zeros_like(parameter) if ours is None else ours
-        theirs = torch.zeros_like(parameter) if theirs is None else theirs
-        error = max(error, (ours - theirs).abs().max().item() / largest)
+        gradient, expected_gradient = parameter.grad, expected[name]
+        gradient = torch.zeros_like(parameter) if gradient is None else gradient
+        expected_gradient = (
+            torch.zeros_like(parameter) if expected_gradient is None else expected_gradient
+        )
+        error = max(error, (gradient - expected_gradient).abs().max().item() / largest)
     return error
 
 
@@ -210,7 +212,7 @@ def is_direct(folder: Path) -> bool:
 
 
 def vllm_lists(architecture: str) -> str:
-    """Whether vLLM's registry has the class; says nothing about its log-probs."""
+    """Whether vLLM's registry has the class. Its log-probs are not checked."""
     from vllm.model_executor.models.registry import ModelRegistry
 
     return "listed" if architecture in ModelRegistry.get_supported_archs() else "not listed"
@@ -232,13 +234,13 @@ def judge_family(family: str, folder: Path, *, device: str) -> dict[str, Any]:
 
 
 def reason_only(verdict: Verdict, folder: Path) -> Verdict:
-    """Without what differs from machine to machine."""
+    """The verdict without details that differ between machines."""
     detail = verdict.detail.replace(f"{str(folder)!r}", "the model")
     return verdict._replace(detail=re.sub(r" \(relative difference [^)]*\)", "", detail))
 
 
 def write_results(results: dict[str, Any]) -> None:
-    """One family in a line."""
+    """Write one line per family."""
     lines = [f"{json.dumps(name)}: {json.dumps(results[name])}" for name in sorted(results)]
     RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
 

@@ -1,13 +1,13 @@
-"""An engine in whose memory a byte flips, or whose steps never return, or are slow.
+"""An engine with a fault: a flipped byte in its weights, a step that hangs, or slow steps.
 
-FAULTY_ENGINE names a file with REQUESTS:KIND. The first process whose engine has got so many
-requests takes the file away, leaves its pid in a file beside it (`taken_by`), and
+FAULTY_ENGINE names a file with REQUESTS:KIND. The first process whose engine has received so
+many requests renames the file, writes its pid into it (`taken_by`), and
 
     flip     flips a byte of its weights after the next step of its runner
     hang     blocks in the next step of its runner
     slow     needs three times as long for each step of its runner
 
-`install` makes the engine known under the name `faulty`, also to worker processes.
+`install` registers the engine as `faulty`, also in worker processes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VARIABLE = "FAULTY_ENGINE"
 
 
 def install(folder: Path) -> str:
-    """Returns the value for PYTHONPATH."""
+    """Write the plugin package. Returns the value for PYTHONPATH."""
     return write_plugins(folder, "engines", {"faulty": "faulty_engine:FaultyEngine"})
 
 
@@ -38,13 +38,15 @@ def flip_byte(engine: NativeEngine) -> None:
     """Flip one bit of a weight, in the memory from which the engine decodes."""
     module: Any = engine.module
     layer: Any = module.model.layers[0].mlp.down_proj
-    copy = layer.group.weights.packed if isinstance(layer, FusedLinear) else None
-    memory = layer.weight.detach() if copy is None else packed_bytes(copy.weight)
+    packed_weights = layer.group.weights.packed if isinstance(layer, FusedLinear) else None
+    memory = (
+        layer.weight.detach() if packed_weights is None else packed_bytes(packed_weights.weight)
+    )
     memory.view(torch.uint8).view(-1)[3] ^= 0x40
 
 
 def flip_after_step(engine: NativeEngine) -> None:
-    """When a step has run, the engine has the copies of weights from which it decodes."""
+    """Flip a byte after the next step: by then the engine has the weight copies that it uses."""
     runner: Any = engine.runner
     step = runner.step
 
@@ -67,9 +69,9 @@ def slow_down(engine: NativeEngine) -> None:
     step = runner.step
 
     def slow_step() -> Any:
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         finished = step()
-        time.sleep(2 * (time.perf_counter() - begun))
+        time.sleep(2 * (time.perf_counter() - started_at))
         return finished
 
     runner.step = slow_step
@@ -89,7 +91,7 @@ class FaultyEngine(NativeEngine):
 
 
 def _take_fault(requests: int) -> str | None:
-    """The kind of fault, if this process is the first with so many requests."""
+    """The planned kind of fault, if this process is the first with so many requests."""
     plan = Path(os.environ.get(VARIABLE, "/nonexistent"))
     try:
         count, _, kind = plan.read_text().partition(":")

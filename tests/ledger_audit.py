@@ -1,5 +1,5 @@
-"""Checks the conservation law over a ledger, and over its log. Shares no code with the ledger, in
-order to find its mistakes.
+"""Checks the conservation law of a ledger and of its log. Shares no code with the ledger, so that
+it finds the ledger's mistakes.
 
     submitted = trained + dropped (with a reason) + waiting + running
 """
@@ -57,13 +57,13 @@ class LedgerCounts:
     groups: FlowCounts
     samples: FlowCounts
     dropped_by_reason: Mapping[str, int]
-    """Groups."""
+    """Groups by reason."""
     dropped_samples: Mapping[str, int]
     """Samples by reason: those of dropped groups, and spares that were not needed."""
 
 
 def ledger_counts(ledger: Ledger) -> LedgerCounts:
-    """The ledger's sums over what has left it, and a count of the records that it has."""
+    """Counts from the ledger's totals of groups that left it, and from the records in it."""
     state, records = ledger.state(), [*ledger.active_groups(), *ledger.deferred_groups()]
     running = sum(record.state is GroupState.OPEN for record in records)
     samples = Counter(state for record in records for state in record.samples)
@@ -105,13 +105,13 @@ def check_ledger(ledger: Ledger) -> None:
     assert {group.state for group in deferred} <= {GroupState.DEFERRED}
     for group in ledger.active_groups():
         done = group.samples.count(SampleState.DONE)
-        ended = done == ledger.group_size and not group.unfinished()
-        if done != group.done or (group.state is not GroupState.OPEN and not ended):
+        complete = done == ledger.group_size and not group.unfinished()
+        if done != group.done or (group.state is not GroupState.OPEN and not complete):
             raise LedgerError(f"group {group.uid} is {group.state} with {done} samples done")
 
 
 def effective_events(log: LogContents) -> list[Event]:
-    """The events without those that a kill and a resume made void."""
+    """The events without those that a resume after a kill discarded."""
     effective: list[Event] = []
     marks = {BEGINNING: 0}
     for event in log.events:
@@ -119,7 +119,7 @@ def effective_events(log: LogContents) -> list[Event]:
             if event.step not in marks:
                 raise missing_mark(event.step)
             del effective[marks[event.step] :]
-            marks = {step: at for step, at in marks.items() if at <= len(effective)}
+            marks = {step: length for step, length in marks.items() if length <= len(effective)}
             continue
         effective.append(event)
         if isinstance(event, CheckpointMarked):
@@ -133,7 +133,7 @@ def audit(
     """The counts after the checkpoint of `step` (its ledger's `state`) and the log.
 
     Raises a CheckpointError at the first impossible event, such as a group that is trained twice.
-    The log does not have which samples run, so all that are neither trained nor dropped count as
+    The log does not record which samples run, so all that are neither trained nor dropped count as
     waiting.
     """
     events = effective_events(log)
@@ -142,7 +142,7 @@ def audit(
         raise missing_mark(step)
     replay = _Replay()
     if state is not None:
-        replay.begin_with(state)
+        replay.load_state(state)
     for event in events[marks[-1] + 1 if marks else 0 :]:
         replay.apply(event)
     return replay.counts()
@@ -155,7 +155,7 @@ class _ReplayedGroup:
     size: int
     """Its samples, without the spares that were cancelled."""
     all_samples: int
-    """With them."""
+    """Its samples, with the cancelled spares."""
     state: GroupState = GroupState.OPEN
     done: set[int] = field(default_factory=set[int])
 
@@ -170,7 +170,7 @@ class _Replay:
         self._dropped: dict[str, int] = {}
         self._dropped_samples: dict[str, int] = {}
 
-    def begin_with(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         for saved in (*state["groups"], *state["deferred"]):
             replayed = _ReplayedGroup(saved["size"] - len(saved["cancelled"]), saved["size"])
             replayed.state, replayed.done = GroupState(saved["state"]), set(saved["done"])
@@ -189,18 +189,18 @@ class _Replay:
             case GroupCompleted(group):
                 self._complete(group)
             case GroupDropped(group, reason):
-                dropped = self._leave(group, (GroupState.OPEN, GroupState.COMPLETE), "dropped")
+                dropped = self._remove(group, (GroupState.OPEN, GroupState.COMPLETE), "dropped")
                 _add(self._dropped, reason, 1)
                 _add(self._dropped_samples, reason, dropped.size)
             case GroupDeferred(group):
-                deferred = self._change(group, (GroupState.OPEN, GroupState.COMPLETE), "deferred")
+                deferred = self._expect(group, (GroupState.OPEN, GroupState.COMPLETE), "deferred")
                 deferred.state = GroupState.DEFERRED
                 deferred.done.clear()
             case GroupRestarted(group):
-                self._change(group, (GroupState.DEFERRED,), "restarted").state = GroupState.OPEN
+                self._expect(group, (GroupState.DEFERRED,), "restarted").state = GroupState.OPEN
             case BatchTrained(groups):
                 for group in groups:
-                    trained = self._leave(group, (GroupState.COMPLETE,), "trained")
+                    trained = self._remove(group, (GroupState.COMPLETE,), "trained")
                     self._trained += 1
                     self._trained_samples += trained.size
             case CheckpointMarked(step, started):
@@ -222,26 +222,26 @@ class _Replay:
             self._dropped_samples,
         )
         if not (counts.groups.balanced and counts.samples.balanced):
-            raise _broken(f"the law of conservation is broken: {counts}")
+            raise _audit_error(f"the law of conservation is broken: {counts}")
         return counts
 
     def _start(self, event: GroupStarted) -> None:
         if event.group != self._submitted:
-            raise _broken(f"group {event.group} started where {self._submitted} was the next")
+            raise _audit_error(f"group {event.group} started where {self._submitted} was the next")
         self._groups[event.group] = _ReplayedGroup(event.size, event.size)
         self._submitted += 1
         self._submitted_samples += event.size
 
     def _finish(self, group: int, index: int) -> None:
-        replayed = self._change(group, (GroupState.OPEN,), "given a sample")
+        replayed = self._expect(group, (GroupState.OPEN,), "given a sample")
         if index in replayed.done or not 0 <= index < replayed.all_samples:
-            raise _broken(
+            raise _audit_error(
                 f"sample {index} of {replayed.all_samples} of group {group} cannot be done"
             )
         replayed.done.add(index)
 
     def _complete(self, group: int) -> None:
-        replayed = self._change(group, (GroupState.OPEN,), "completed")
+        replayed = self._expect(group, (GroupState.OPEN,), "completed")
         replayed.state = GroupState.COMPLETE
         surplus = replayed.size - len(replayed.done)
         if surplus:
@@ -250,30 +250,31 @@ class _Replay:
 
     def _check_mark(self, step: int, started: int) -> None:
         if started != self._submitted:
-            raise _broken(
+            raise _audit_error(
                 f"the mark of step {step} has {started} groups started, and the log "
                 f"{self._submitted}"
             )
 
-    def _change(self, group: int, states: Sequence[GroupState], what: str) -> _ReplayedGroup:
+    def _expect(self, group: int, states: Sequence[GroupState], description: str) -> _ReplayedGroup:
         replayed = self._groups.get(group)
         if replayed is None:
-            raise _broken(f"group {group} was {what}, but it is not in flight")
+            raise _audit_error(f"group {group} was {description}, but it is not in flight")
         if replayed.state not in states:
-            raise _broken(f"group {group} was {what} while {replayed.state}")
+            raise _audit_error(f"group {group} was {description} while {replayed.state}")
         return replayed
 
-    def _leave(self, group: int, states: Sequence[GroupState], what: str) -> _ReplayedGroup:
-        replayed = self._change(group, states, what)
+    def _remove(self, group: int, states: Sequence[GroupState], description: str) -> _ReplayedGroup:
+        replayed = self._expect(group, states, description)
         del self._groups[group]
         return replayed
 
 
-def _add(counted: dict[str, int], reason: str, number: int) -> None:
-    counted[reason] = counted.get(reason, 0) + number
+def _add(totals: dict[str, int], reason: str, number: int) -> None:
+    totals[reason] = totals.get(reason, 0) + number
 
 
-def _broken(what: str) -> CheckpointError:
+def _audit_error(description: str) -> CheckpointError:
     return CheckpointError(
-        f"the ledger's log does not add up: {what}", fix="report it with the log: it is our mistake"
+        f"the ledger's log does not add up: {description}",
+        fix="report it with the log: it is our mistake",
     )

@@ -1,12 +1,12 @@
-"""Machines of a test: namespaces of this one, with a network between them that can fail.
+"""Machines for tests: Linux namespaces of this machine, with a network that can fail.
 
     with Machines(2) as (head, node):
         head.start([...])          # a process on a machine
-        network.cut(node)          # nothing arrives any more; `join` ends it
+        network.cut(node)          # drops all its packets until `join`
         node.kill()                # the kernel ends all its processes at once
 
-Each machine has its own processes, addresses, shared memory and folder of Ray. A hub, which is a
-process, passes on what the machines send: as fast as it can, or late, or not at all.
+Each machine has its own processes, addresses, shared memory and Ray folder. A hub process forwards
+the packets between them: at once, late, or not at all.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ exec sleep infinity
 
 
 class Machine:
-    """`address` is that of its only network."""
+    """`address` is its IP address in the network of the machines."""
 
     def __init__(self, number: int) -> None:
         self.address = f"10.77.0.{number + 1}"
@@ -63,9 +63,9 @@ class Machine:
         self.init = _wait_for_child(self._outer.pid)
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """The command that runs a command on this machine."""
-        spaces = ["--target", str(self.init), "--net", "--pid", "--mount", "--uts"]
-        return ["nsenter", *spaces, f"--wd={os.getcwd()}", *command]
+        """Wrap a command so that it runs on this machine."""
+        namespaces = ["--target", str(self.init), "--net", "--pid", "--mount", "--uts"]
+        return ["nsenter", *namespaces, f"--wd={os.getcwd()}", *command]
 
     def run(self, *command: str, **options: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -92,17 +92,17 @@ class Machine:
         return False
 
     def processes(self) -> list[int]:
-        own = os.readlink(f"/proc/{self.init}/ns/pid")
-        found: list[int] = []
+        namespace = os.readlink(f"/proc/{self.init}/ns/pid")
+        own_pids: list[int] = []
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                if os.readlink(folder / "ns" / "pid") == own:
-                    found.append(int(folder.name))
-        return found
+                if os.readlink(folder / "ns" / "pid") == namespace:
+                    own_pids.append(int(folder.name))
+        return own_pids
 
 
 class Network:
-    """The hub between machines. Its commands are lines of text."""
+    """Starts the hub between machines and sends it commands, which are lines of text."""
 
     def __init__(self, machines: Sequence[Machine]) -> None:
         self._machines = machines
@@ -173,7 +173,7 @@ class Machines:
 
 
 def _end_with_parent() -> None:
-    """A test process that is killed leaves no machines."""
+    """Kill the machine when the test process dies."""
     signal_on_parent_death(signal.SIGKILL)
 
 
@@ -187,7 +187,7 @@ def can_create_machines() -> bool:
 
 
 def _wait_for_child(pid: int) -> int:
-    """The process in the new namespaces, when it has prepared them."""
+    """Wait until the process in the new namespaces has prepared them. Returns its pid."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -198,29 +198,29 @@ def _wait_for_child(pid: int) -> int:
 
 
 def open_tap(pid: int) -> int:
-    """A network device of the process's machine."""
-    with open(f"/proc/{pid}/ns/net") as space:
-        if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), CLONE_NEWNET):
+    """Open a tap device in the network namespace of process `pid`."""
+    with open(f"/proc/{pid}/ns/net") as namespace_file:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace_file.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns")
     tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(tap, TUNSETIFF, struct.pack("16sH", b"tap0", IFF_TAP | IFF_NO_PI))
     return tap
 
 
-def pass_on(taps: Sequence[int]) -> None:
-    """Pass on each packet to all other machines, until the standard input ends."""
-    chance, delay_s, loss = random.Random(0), 0.0, 0.0
+def forward_packets(taps: Sequence[int]) -> None:
+    """Forward each packet to all other machines, until stdin is closed."""
+    rng, delay_s, loss = random.Random(0), 0.0, 0.0
     cut = set[int]()
-    late: list[tuple[float, int, int, bytes]] = []
+    delayed: list[tuple[float, int, int, bytes]] = []
     numbers = iter(range(1 << 62))
     while True:
-        wait_s = max(0.0, late[0][0] - time.monotonic()) if late else None
+        wait_s = max(0.0, delayed[0][0] - time.monotonic()) if delayed else None
         ready, _, _ = select.select([*taps, 0], [], [], wait_s)
         if 0 in ready:
             line = os.read(0, 4096).decode()
             if not line:
                 return
-            for name, *values in (each.split() for each in line.splitlines()):
+            for name, *values in (command_line.split() for command_line in line.splitlines()):
                 if name == "degrade":
                     delay_s, loss = float(values[0]), float(values[1])
                 else:
@@ -232,11 +232,11 @@ def pass_on(taps: Sequence[int]) -> None:
                 except OSError:
                     break
                 for target in set(range(len(taps))) - {source}:
-                    if cut.isdisjoint((source, target)) and chance.random() >= loss:
+                    if cut.isdisjoint((source, target)) and rng.random() >= loss:
                         due = time.monotonic() + delay_s
-                        heapq.heappush(late, (due, next(numbers), target, packet))
-        while late and late[0][0] <= time.monotonic():
-            _, _, target, packet = heapq.heappop(late)
+                        heapq.heappush(delayed, (due, next(numbers), target, packet))
+        while delayed and delayed[0][0] <= time.monotonic():
+            _, _, target, packet = heapq.heappop(delayed)
             with suppress(OSError):
                 os.write(taps[target], packet)
 
@@ -244,4 +244,4 @@ def pass_on(taps: Sequence[int]) -> None:
 if __name__ == "__main__":
     devices = [open_tap(int(pid)) for pid in sys.argv[1:]]
     print("open", flush=True)
-    pass_on(devices)
+    forward_packets(devices)

@@ -1,4 +1,4 @@
-"""A cluster of Ray on the machines of a test, and a run on its first machine."""
+"""A Ray cluster on the machines of a test, and a run on its first machine."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ START_TIMEOUT_S = 60.0
 
 
 class NodeCluster:
-    """One machine for each entry of `cpus`; the first has the controller. `late` machines exist,
-    but are in the cluster only after `add`."""
+    """One machine for each entry of `cpus`; the first has the controller. The last `late` machines
+    are not in the cluster until `add`."""
 
     def __init__(self, cpus: Sequence[int], *, late: int = 0) -> None:
         self._stack = ExitStack()
@@ -54,13 +54,13 @@ class NodeCluster:
 
     def add(self, machine: Machine) -> None:
         """Start Ray on the machine."""
-        where = ["--address", self.address]
+        node_options = ["--address", self.address]
         if machine is self.head:
-            where = ["--head", "--port", str(PORT), "--include-dashboard=false"]
-            where += ["--system-config", PACK]
+            node_options = ["--head", "--port", str(PORT), "--include-dashboard=false"]
+            node_options += ["--system-config", PACK]
         cpus = str(self._cpus[self.machines.index(machine)])
         options = ["--node-ip-address", machine.address, "--num-cpus", cpus, "--num-gpus", "0"]
-        ray = [str(Path(sys.executable).with_name("ray")), "start", *where, *options]
+        ray = [str(Path(sys.executable).with_name("ray")), "start", *node_options, *options]
         ray += ["--object-store-memory", str(200 << 20), "--disable-usage-stats"]
         try:
             machine.run(*ray, env=self._environment, timeout=START_TIMEOUT_S)

@@ -1,5 +1,5 @@
-"""Packages whose entry points a recipe can name, for tests of engines and strategies of our own;
-and changes of modules in worker processes."""
+"""Writes packages that register test engines and strategies as plugins, and import hooks that
+change modules in worker processes."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def write_plugins(folder: Path, kind: str, targets: Mapping[str, str]) -> str:
 
 
 def write_import_hook(folder: Path, name: str, target: str) -> str:
-    """Let each process with the folder on its path call `target` (module:function) with the module
-    `name` as soon as it is imported. Returns the value for PYTHONPATH."""
+    """Make each process with the folder on its path call `target` (module:function) with the module
+    `name` right after its import. Returns the value for PYTHONPATH."""
     changer, _, function = target.partition(":")
     folder.mkdir(parents=True, exist_ok=True)
     code = HOOK.format(name=name, changer=changer, function=function)

@@ -43,26 +43,32 @@ class Ranks:
             "127.0.0.1", ranks=self.count, timeout_s=self.timeout_s
         )
         multiprocessing.set_forkserver_preload(PRELOADED)
-        spawn = multiprocessing.get_context("forkserver")
+        context = multiprocessing.get_context("forkserver")
         for rank in range(self.count):
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=_serve, args=(theirs, rendezvous, rank), daemon=True)
+            parent_end, child_end = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(child_end, rendezvous, rank), daemon=True
+            )
             process.start()
-            theirs.close()
+            child_end.close()
             self._processes.append(process)
-            self._connections.append(ours)
+            self._connections.append(parent_end)
         return self
 
     def run(self, work: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `work` on every rank and return the results by rank. Raises if a rank failed."""
-        for line in self._connections:
-            line.send((work, args))
+        for connection in self._connections:
+            connection.send((work, args))
         results: list[Any] = []
-        for rank, line in enumerate(self._connections):
-            if not line.poll(self.timeout_s):
+        for rank, connection in enumerate(self._connections):
+            if not connection.poll(self.timeout_s):
                 raise TimeoutError(f"rank {rank} did not finish {work.__name__}")
-            results.append(line.recv())
-        failures = [f"rank {r}: {a[1]}" for r, a in enumerate(results) if not a[0]]
+            results.append(connection.recv())
+        failures = [
+            f"rank {number}: {outcome[1]}"
+            for number, outcome in enumerate(results)
+            if not outcome[0]
+        ]
         if failures:
             raise AssertionError("\n".join(failures))
         return [result for _, result in results]
@@ -73,8 +79,8 @@ class Ranks:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for line in self._connections:
-            line.close()
+        for connection in self._connections:
+            connection.close()
         for process in self._processes:
             process.join(JOIN_S)
             if process.is_alive():
@@ -82,7 +88,7 @@ class Ranks:
                 process.join()
 
 
-def _serve(line: Connection, rendezvous: Any, rank: int) -> None:
+def _serve(connection: Connection, rendezvous: Any, rank: int) -> None:
     import torch
 
     from rollick.trainer.parallel.mesh import join_process_group, leave_process_group
@@ -91,13 +97,13 @@ def _serve(line: Connection, rendezvous: Any, rank: int) -> None:
     join_process_group(rendezvous, rank, device="cpu")
     while True:
         try:
-            work, args = line.recv()
+            work, args = connection.recv()
         except EOFError:
             break
         try:
-            line.send((True, work(*args)))
+            connection.send((True, work(*args)))
         except BaseException:
-            line.send((False, traceback.format_exc()))
+            connection.send((False, traceback.format_exc()))
     leave_process_group()
 
 
@@ -113,7 +119,7 @@ def own_part(strategy: FsdpStrategy, batch: Batch) -> tuple[Batch, list[int]]:
 
 
 def all_logprobs(strategy: FsdpStrategy, batch: Batch) -> FloatArray:
-    """Those of the complete batch: each rank computes its rows. A collective."""
+    """The log-probs of the complete batch; each rank computes its rows. A collective."""
     import torch
 
     from rollick.trainer.parallel.collectives import all_sum

@@ -18,7 +18,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 CONTROLLER = 4242
-"""Process id of the controller; nothing is sent to it."""
+"""Process id of the controller; signals to it are recorded, not sent."""
 
 StartRun = Callable[..., Any]
 
@@ -32,7 +32,7 @@ def chaos() -> Iterator[Any]:
 
 @pytest.fixture
 def sent(chaos: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, signal.Signals]]:
-    """The signals that were sent."""
+    """Records signals instead of sending them; each is a process id and a signal."""
     sent: list[tuple[int, signal.Signals]] = []
 
     def send(pid: int, number: signal.Signals) -> bool:
@@ -45,7 +45,7 @@ def sent(chaos: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, signal.
 
 @pytest.fixture
 def start_run(chaos: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartRun]:
-    """Starts a ChaosRun whose run is a process that sleeps, `elapsed_s` ago."""
+    """Starts a ChaosRun, as if `elapsed_s` ago; its run is a process that sleeps."""
     started: list[subprocess.Popen[bytes]] = []
 
     def popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
@@ -68,12 +68,12 @@ def start_run(chaos: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
         process.wait()
 
 
-def outcome(chaos: Any, **values: Any) -> Any:
-    usual = {"exit_code": 0, "wall_s": 180, "steps": 72, "ettr": 0.9, "shares": {}, "faults": {}}
-    return chaos.Outcome(**{**usual, **values})
+def make_outcome(chaos: Any, **values: Any) -> Any:
+    defaults = {"exit_code": 0, "wall_s": 180, "steps": 72, "ettr": 0.9, "shares": {}, "faults": {}}
+    return chaos.Outcome(**{**defaults, **values})
 
 
-def write_time(folder: Path, *rows: Mapping[str, Any]) -> None:
+def write_goodput(folder: Path, *rows: Mapping[str, Any]) -> None:
     folder.mkdir()
     lines = [json.dumps({"at": 0, **row}) + "\n" for row in rows]
     (folder / "goodput.jsonl").write_text("".join(lines))
@@ -125,7 +125,7 @@ def test_the_other_arm_ends_at_its_time_and_lost_steps_are_no_progress(
     chaos: Any, start_run: StartRun
 ) -> None:
     run = start_run(restart_all=True, elapsed_s=100, faults=chaos.plan_faults(0, every_s=1000))
-    write_time(
+    write_goodput(
         run.folder,
         {"event": "opened", "seconds": {"start": 10}},
         {"step": 1, "seconds": {"train": 30}},
@@ -134,28 +134,28 @@ def test_the_other_arm_ends_at_its_time_and_lost_steps_are_no_progress(
         {"step": 1, "event": "restored"},
         {"step": 2, "seconds": {"generate": 10}},
     )
-    [ended] = chaos.watch([run], until_s=100)
-    assert ended.exit_code == -signal.SIGTERM
-    assert ended.wall_s == pytest.approx(100, abs=10)
-    assert ended.ettr == 0.4  # 30 s of step 1 and 10 s of step 2, of 100 s.
-    assert ended.shares == {
+    [outcome] = chaos.watch([run], until_s=100)
+    assert outcome.exit_code == -signal.SIGTERM
+    assert outcome.wall_s == pytest.approx(100, abs=10)
+    assert outcome.ettr == 0.4  # 30 s of step 1 and 10 s of step 2, of 100 s.
+    assert outcome.shares == {
         "start": 0.1, "train": 0.3, "generate": 0.1, "recover": 0.25, "redo": 0.25,
     }  # fmt: skip
-    assert (ended.lost, ended.doubled, ended.leftovers, ended.score) == (0, 0, [], None)
+    assert (outcome.lost, outcome.doubled, outcome.leftovers, outcome.score) == (0, 0, [], None)
 
 
 def test_the_figures_have_the_ratio_of_each_arm_and_count_over_all_runs(chaos: Any) -> None:
     runs = {
-        "recovery": [outcome(chaos, ettr=0.93, score=0.91, lost=1, leftovers=["port 80"])],
-        "restart_all": [outcome(chaos, exit_code=75, ettr=0.41, score=0.5, doubled=2)],
-        "without_faults": [outcome(chaos, score=score, lost=3) for score in (0.8, 0.9, 1.0)],
+        "recovery": [make_outcome(chaos, ettr=0.93, score=0.91, lost=1, leftovers=["port 80"])],
+        "restart_all": [make_outcome(chaos, exit_code=75, ettr=0.41, score=0.5, doubled=2)],
+        "without_faults": [make_outcome(chaos, score=score, lost=3) for score in (0.8, 0.9, 1.0)],
     }
     figures = chaos.summarise(runs)
     assert figures.pop("runs").keys() == runs.keys()
     # 4.303 standard errors of 0.1 / sqrt(3).
     interval = {"seeds": [0.8, 0.9, 1.0], "interval": [0.6516, 1.1484]}
     assert figures == {
-        "all_finished": True,  # The other arm is stopped at the time that ours took.
+        "all_finished": True,  # restart_all is stopped at the wall time of recovery.
         "lost": 1 + 3 * 3,
         "doubled": 2,
         "leftovers": 1,
@@ -168,19 +168,19 @@ def test_the_figures_have_the_ratio_of_each_arm_and_count_over_all_runs(chaos: A
 
 @pytest.mark.parametrize("arm", ["recovery", "without_faults"])
 def test_a_run_that_did_not_finish_is_reported(chaos: Any, arm: str) -> None:
-    runs = {"recovery": [outcome(chaos)], "without_faults": [outcome(chaos)] * 3}
-    runs[arm] = [*runs[arm][1:], outcome(chaos, exit_code=69)]
+    runs = {"recovery": [make_outcome(chaos)], "without_faults": [make_outcome(chaos)] * 3}
+    runs[arm] = [*runs[arm][1:], make_outcome(chaos, exit_code=69)]
     assert not chaos.summarise(runs)["all_finished"]
 
 
 def test_arms_that_were_left_out_have_no_figures(chaos: Any) -> None:
-    assert chaos.summarise({"recovery": [outcome(chaos)]}).keys() == {
+    assert chaos.summarise({"recovery": [make_outcome(chaos)]}).keys() == {
         "all_finished", "lost", "doubled", "leftovers", "ettr", "score", "runs",
     }  # fmt: skip
 
 
 def test_a_score_of_zero_is_a_score(chaos: Any) -> None:
-    runs = {"without_faults": [outcome(chaos, score=score) for score in (0.0, 0.1, 0.2)]}
+    runs = {"without_faults": [make_outcome(chaos, score=score) for score in (0.0, 0.1, 0.2)]}
     assert chaos.summarise(runs)["score_without_faults"]["seeds"] == [0.0, 0.1, 0.2]
     runs["without_faults"][0].score = None
     assert "score_without_faults" not in chaos.summarise(runs)
@@ -206,5 +206,5 @@ def test_the_failed_scores_of_a_run_are_lost_samples(chaos: Any, start_run: Star
     row = {"step": 1, "rollout/samples": 8, "rollout/failed_scores": 1 / 40}
     domain = {"rollout/domain/turns/samples": 40, "rollout/domain/turns/failed_scores": 1 / 40}
     (run.folder / "metrics.jsonl").write_text(json.dumps(row | domain) + "\n")
-    [ended] = chaos.watch([run], until_s=100)
-    assert ended.lost == 1
+    [outcome] = chaos.watch([run], until_s=100)
+    assert outcome.lost == 1

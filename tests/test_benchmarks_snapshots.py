@@ -49,7 +49,7 @@ async def test_the_size_of_a_snapshot_is_that_of_all_ranks(
 
     monkeypatch.setattr(benchmark, "load_smollm2", lambda folder: None)
     monkeypatch.setattr(benchmark, "open_pipeline", open_pipeline)
-    # So that the steps take a time above 0.
+    # The steps must take a time above 0.
     monkeypatch.setattr(benchmark, "perf_counter", iter(range(100)).__next__)
     figures = await benchmark.measure_cost_on_cpu(tmp_path, steps=1)
     assert (figures["gb"], figures["share"]) == (0.003, 0.5)

@@ -1,4 +1,4 @@
-"""The commands that work: train, eval, export, replay, on a tiny model."""
+"""The commands train, eval, export and replay on a tiny model; list and config preset."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def recipe(tiny_folder: Path, runs: Path) -> Path:
-    """A recipe file: two steps with validation, the first one dumped."""
+    """A recipe file: two steps with validation; the first one is dumped."""
     loaded = recipe_from_dict(
         toy_recipe(tiny_folder, runs, name="trained", steps=2),
         overrides=["run.deterministic=true", "observe.dump_steps=[1]", "evaluate.every=1"],
@@ -40,28 +40,28 @@ def recipe(tiny_folder: Path, runs: Path) -> Path:
 def rollick(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Generator[Command]:
-    """Runs a command in this process; gives what it printed."""
+    """Runs a command in this process; returns its stdout, or its stderr if `code` is not 0."""
     monkeypatch.setenv("COLUMNS", "200")
-    root, own = logging.getLogger(), logging.getLogger("rollick")
-    handlers, level = list(root.handlers), own.level
+    root, rollick_logger = logging.getLogger(), logging.getLogger("rollick")
+    handlers, level = list(root.handlers), rollick_logger.level
 
     def run(*arguments: Any, code: int = 0) -> str:
         monkeypatch.setattr(sys, "argv", ["rollick", *map(str, arguments)])
         capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             main()
         out, err = capfd.readouterr()
-        assert (ended.value.code or 0) == code, err
+        assert (exit_info.value.code or 0) == code, err
         return err if code else out
 
     yield run
     root.handlers[:] = handlers
-    own.setLevel(level)
+    rollick_logger.setLevel(level)
 
 
 @pytest.fixture
 def trained(rollick: Command, recipe: Path, runs: Path) -> Path:
-    """The run's folder; trained by the first test that asks for it."""
+    """The folder of a run, which the first test with this fixture trains."""
     folder = runs / "trained"
     if not folder.exists():
         out = rollick("train", recipe)
@@ -69,12 +69,12 @@ def trained(rollick: Command, recipe: Path, runs: Path) -> Path:
     return folder
 
 
-def responses(folder: Path, name: str = "samples.jsonl") -> dict[str, str]:
+def read_responses(folder: Path, name: str = "samples.jsonl") -> dict[str, str]:
     lines = (folder / name).read_text("utf-8").splitlines()
     return {row["prompt"]: row["response"] for row in map(json.loads, lines)}
 
 
-def newest(runs: Path, purpose: str) -> Path:
+def find_newest(runs: Path, purpose: str) -> Path:
     return max(runs.glob(f"{purpose}-*"), key=lambda path: path.stat().st_mtime)
 
 
@@ -95,9 +95,9 @@ def test_resuming_a_finished_run_changes_nothing_and_prints_its_score(
     rollick: Command, recipe: Path, trained: Path
 ) -> None:
     steps = len((trained / "metrics.jsonl").read_text().splitlines())
-    again = [rollick("train", recipe, f"run.steps={steps}", "--resume") for _ in range(2)]
-    assert again[0] == again[1]
-    assert "nan" not in again[0]
+    outputs = [rollick("train", recipe, f"run.steps={steps}", "--resume") for _ in range(2)]
+    assert outputs[0] == outputs[1]
+    assert "nan" not in outputs[0]
     assert len((trained / "metrics.jsonl").read_text().splitlines()) == steps
 
 
@@ -107,7 +107,7 @@ def test_eval_of_a_model_prints_a_table_and_keeps_the_samples(
     settings = ["evaluate.samples=2", "evaluate.pass_k=[1,2]", "evaluate.sampling.temperature=1"]
     out = rollick("eval", tiny_folder, recipe, *settings)
     assert all(word in out for word in ("letters", "all", "pass@1", "pass@2", "samples:"))
-    folder = newest(runs, "eval")
+    folder = find_newest(runs, "eval")
     assert str(folder) in out.replace("\n", "")
     assert len((folder / "samples.jsonl").read_text().splitlines()) == 16
     assert json.loads((folder / "evaluation.json").read_text())["overall"]["samples"] == 16
@@ -118,15 +118,15 @@ def test_eval_of_a_run_evaluates_what_was_trained(
 ) -> None:
     report = json.loads(rollick("eval", trained, recipe, "--json"))
     assert report["overall"]["prompts"] == 8
-    of_run = responses(newest(runs, "eval"))
+    run_responses = read_responses(find_newest(runs, "eval"))
     rows = (trained / "validation.jsonl").read_text("utf-8").splitlines()
     last = max(json.loads(row)["step"] for row in rows)
-    at_the_end = {
+    last_responses = {
         row["prompt"]: row["response"] for row in map(json.loads, rows) if row["step"] == last
     }
-    assert of_run == at_the_end
+    assert run_responses == last_responses
     rollick("eval", tiny_folder, recipe, "--json")
-    assert responses(newest(runs, "eval")) != of_run
+    assert read_responses(find_newest(runs, "eval")) != run_responses
 
 
 def test_eval_without_held_out_prompts_is_refused(
@@ -147,7 +147,7 @@ def test_eval_on_training_prompts_is_labelled_as_such(
     assert "on training prompts" in rollick("eval", tiny_folder, recipe, "--training")
     report = json.loads(rollick("eval", tiny_folder, recipe, "--training", "--json"))
     assert report["prompts"] == "training"
-    assert report == json.loads((newest(runs, "eval") / "evaluation.json").read_text())
+    assert report == json.loads((find_newest(runs, "eval") / "evaluation.json").read_text())
 
 
 def test_eval_of_a_run_without_a_checkpoint_is_an_error(
@@ -167,14 +167,16 @@ def test_an_exported_policy_is_a_plain_folder_with_the_same_outputs(
     assert rollick("export", trained, out).strip() == str(out)
     rollick("eval", trained, recipe, "--json")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
-    for prompt, response in responses(newest(runs, "eval")).items():
+    for prompt, response in read_responses(find_newest(runs, "eval")).items():
         turns = [{"role": "user", "content": prompt}]
         encoded = tokenizer.apply_chat_template(
             turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
         with torch.no_grad():
-            drawn = model.generate(**encoded, max_new_tokens=3, do_sample=False)
-        text = tokenizer.decode(drawn[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
+            token_ids = model.generate(**encoded, max_new_tokens=3, do_sample=False)
+        text = tokenizer.decode(
+            token_ids[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True
+        )
         assert text == response
 
 
@@ -213,12 +215,12 @@ def test_replay_of_something_else_is_refused(
 
 def test_a_preset_is_printed_as_a_section_that_a_recipe_can_have(rollick: Command) -> None:
     out = rollick("config", "preset", "dapo")
-    about, section = out.split("\n", 1)
-    assert about.startswith("# GRPO with clip-higher")
-    assert about.endswith("(arXiv 2503.14476)")
-    section_algorithm = yaml.safe_load(section)["algorithm"]
-    assert AlgorithmConfig.model_validate(section_algorithm) == AlgorithmConfig(preset="dapo")
-    assert section_algorithm["loss"]["clip_high"] == 0.28
+    comment, section = out.split("\n", 1)
+    assert comment.startswith("# GRPO with clip-higher")
+    assert comment.endswith("(arXiv 2503.14476)")
+    algorithm = yaml.safe_load(section)["algorithm"]
+    assert AlgorithmConfig.model_validate(algorithm) == AlgorithmConfig(preset="dapo")
+    assert algorithm["loss"]["clip_high"] == 0.28
 
 
 def test_an_unknown_preset_gets_a_message_with_the_nearest(rollick: Command) -> None:
@@ -245,7 +247,7 @@ ALGORITHMS = {
     "presets": "ppo grpo dr_grpo dapo gspo reinforce++ rloo raft++ topr cispo lite_ppo gigpo "
     "max_rl sapo dppo",
 }
-"""Every method that is described, by the kind it is under."""
+"""The documented methods of each kind."""
 
 
 def test_every_algorithm_is_listed_under_its_kind_and_there_is_code_for_it(

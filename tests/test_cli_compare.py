@@ -24,7 +24,9 @@ MakeRun = Callable[..., Path]
 def make_run(tmp_path: Path) -> MakeRun:
     """Writes the folder of a run whose held-out score rises from 0 to `last` in two steps."""
 
-    def make(name: str, *overrides: str, last: float = 0.5, code: str = "", **more: float) -> Path:
+    def make(
+        name: str, *overrides: str, last: float = 0.5, code: str = "", **metrics: float
+    ) -> Path:
         recipe = toy_recipe(tmp_path / "model", tmp_path, name=name)
         loaded = recipe_from_dict(recipe, overrides=overrides, objects=frozenset({"rows"}))
         folder = tmp_path / name
@@ -34,8 +36,8 @@ def make_run(tmp_path: Path) -> MakeRun:
             (folder / "code/rewards.py").write_text(code)
         rows: list[dict[str, float]] = [
             {"step": 0, "eval/pass@1": 0.0},
-            {"step": 1, "score/mean": 0.1, "time/step": 30.0, **more},
-            {"step": 2, "score/mean": 0.2, "eval/pass@1": last, "time/step": 30.0, **more},
+            {"step": 1, "score/mean": 0.1, "time/step": 30.0, **metrics},
+            {"step": 2, "score/mean": 0.2, "eval/pass@1": last, "time/step": 30.0, **metrics},
         ]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return folder
@@ -43,17 +45,17 @@ def make_run(tmp_path: Path) -> MakeRun:
     return make
 
 
-def compare(*arguments: Any) -> subprocess.CompletedProcess[str]:
+def run_compare(*arguments: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "rollick.cli", "compare", *map(str, arguments)]
     environment = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
 
 
 def test_seeds_of_one_recipe_are_one_line_with_mean_and_deviation(make_run: MakeRun) -> None:
-    slow = "train.optimizer.lr=1e-6"
+    low_lr = "train.optimizer.lr=1e-6"
     folders = [
         make_run("a", "run.seed=1", last=0.4),
-        make_run("b", slow, last=0.1),
+        make_run("b", low_lr, last=0.1),
         make_run("c", "run.seed=2", "observe.live=on", last=0.6),
     ]
     groups = group_runs([*folders, folders[0]])
@@ -70,31 +72,37 @@ def test_seeds_of_one_recipe_are_one_line_with_mean_and_deviation(make_run: Make
 def test_runs_with_other_code_or_many_other_settings_have_different_labels(
     make_run: MakeRun,
 ) -> None:
-    changed = group_runs([make_run("a", code="x = 1\n"), make_run("b", code="x = 2\n")])
-    assert len(changed) == 2
-    assert all(group.label.startswith("code/rewards.py=") for group in changed)
-    many = ["run.steps=9", "train.optimizer.lr=1", "rollout.group_size=2", "infer.slots=3"]
-    named = group_runs([make_run("c"), make_run("d", *many)])
-    assert [group.label for group in named] == ["c", "d"]
-    given = "data.domains.letters.source=object:rows"
-    twice = [make_run("g", given), make_run("h", given), make_run("i", given, "run.seed=1")]
-    assert [group.label for group in group_runs(twice)] == ["g, i", "h"]
-    other = make_run("j", given, "run.steps=9")
-    assert [group.label for group in group_runs([*twice, other])] == ["g, i", "h", "j"]
-    [alone] = group_runs([make_run("e", "run.seed=1"), make_run("f", "run.seed=2")])
-    assert alone.label == "e, f"
+    code_groups = group_runs([make_run("a", code="x = 1\n"), make_run("b", code="x = 2\n")])
+    assert len(code_groups) == 2
+    assert all(group.label.startswith("code/rewards.py=") for group in code_groups)
+    many_settings = ["run.steps=9", "train.optimizer.lr=1", "rollout.group_size=2", "infer.slots=3"]
+    setting_groups = group_runs([make_run("c"), make_run("d", *many_settings)])
+    assert [group.label for group in setting_groups] == ["c", "d"]
+    custom_source = "data.domains.letters.source=object:rows"
+    same_recipe = [
+        make_run("g", custom_source),
+        make_run("h", custom_source),
+        make_run("i", custom_source, "run.seed=1"),
+    ]
+    assert [group.label for group in group_runs(same_recipe)] == ["g, i", "h"]
+    other = make_run("j", custom_source, "run.steps=9")
+    assert [group.label for group in group_runs([*same_recipe, other])] == ["g, i", "h", "j"]
+    [only_group] = group_runs([make_run("e", "run.seed=1"), make_run("f", "run.seed=2")])
+    assert only_group.label == "e, f"
 
 
 def test_the_command_prints_a_table_and_draws_a_picture(make_run: MakeRun, tmp_path: Path) -> None:
     folders = [make_run("a", "rollout.group_size=2"), make_run("b", last=0.75)]
-    done = compare(*folders, "--picture", tmp_path / "out/curves.png")
-    assert done.returncode == 0, done.stderr
-    assert "eval/pass@1" in done.stdout
-    assert "group_size=2" in done.stdout
-    assert "0.75" in done.stdout
+    child = run_compare(*folders, "--picture", tmp_path / "out/curves.png")
+    assert child.returncode == 0, child.stderr
+    assert "eval/pass@1" in child.stdout
+    assert "group_size=2" in child.stdout
+    assert "0.75" in child.stdout
     assert (tmp_path / "out/curves.png").read_bytes().startswith(b"\x89PNG")
-    done = compare(*folders, "--picture", tmp_path / "2.png", "--metric", "score/mean", "--json")
-    report = json.loads(done.stdout)
+    child = run_compare(
+        *folders, "--picture", tmp_path / "2.png", "--metric", "score/mean", "--json"
+    )
+    report = json.loads(child.stdout)
     assert report["metric"] == "score/mean"
     assert [group["last"]["mean"] for group in report["groups"]] == [0.2, 0.2]
 
@@ -142,12 +150,12 @@ def test_the_runs_that_lack_the_default_metrics_are_named(make_run: MakeRun) -> 
 
 
 def test_runs_that_never_pass_are_compared_by_their_held_out_score(make_run: MakeRun) -> None:
-    def chosen(**values: float) -> tuple[str, Sequence[str]]:
+    def choose_for_runs(**values: float) -> tuple[str, Sequence[str]]:
         runs = [make_run(f"{name}{values}", **{"eval/score": 0.2}, **values) for name in "ab"]
         return choose_metrics(group_runs(runs), None)
 
-    assert chosen(last=0.0) == ("eval/score", ["eval/score", "score/mean"])
-    assert chosen(last=0.1) == ("eval/pass@1", ["eval/pass@1", "score/mean"])
+    assert choose_for_runs(last=0.0) == ("eval/score", ["eval/score", "score/mean"])
+    assert choose_for_runs(last=0.1) == ("eval/pass@1", ["eval/pass@1", "score/mean"])
 
 
 def test_the_doctor_names_what_keeps_a_run_from_learning(make_run: MakeRun) -> None:

@@ -1,4 +1,4 @@
-"""`rollick doctor` and `rollick trace`: a run that hangs, one that died, one that ended."""
+"""`rollick doctor` and `rollick trace` on runs that hang, died or finished."""
 
 import asyncio
 import json
@@ -53,9 +53,9 @@ def hangs(completion):
 HEAVY = "{'torch', 'ray', 'transformers', 'datasets'}"
 
 
-def snapshot(**changes: Any) -> RunSnapshot:
-    """A run in the middle of its third step, at second 1000."""
-    plain = RunSnapshot(
+def make_snapshot(**changes: Any) -> RunSnapshot:
+    """The snapshot of a run in its third step, at second 1000."""
+    default = RunSnapshot(
         name="toy",
         pipeline="rlvr",
         host=socket.gethostname(),
@@ -71,10 +71,10 @@ def snapshot(**changes: Any) -> RunSnapshot:
         stuck_after_s=600.0,
         waits_for="group 37: sample 3 in tool search for 310 s",
     )
-    return replace(plain, **changes)
+    return replace(default, **changes)
 
 
-def ask(*arguments: Any) -> subprocess.CompletedProcess[str]:
+def run_cli(*arguments: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "rollick.cli", *map(str, arguments)]
     environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
@@ -84,7 +84,7 @@ def ask(*arguments: Any) -> subprocess.CompletedProcess[str]:
 def hanging(
     tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Generator[tuple[Path, subprocess.Popen[bytes]]]:
-    """A run in a process of its own whose reward does not answer, and its folder."""
+    """The folder and the process of a run whose reward hangs."""
     base = tmp_path_factory.mktemp("hanging")
     (base / "hangs.py").write_text(HANGS)
     recipe = toy_recipe(tiny_folder, base, name="hangs", steps=2)
@@ -115,7 +115,7 @@ def test_the_doctor_names_what_a_hanging_run_waits_for(
     hanging: tuple[Path, subprocess.Popen[bytes]],
 ) -> None:
     folder, process = hanging
-    report = ask("doctor", folder)
+    report = run_cli("doctor", folder)
     assert report.returncode == 0, report.stderr
     assert f"running (process {process.pid} on {socket.gethostname()})" in report.stdout
     assert "step 1 waits for group 0: sample 0 being scored for " in report.stdout
@@ -127,7 +127,7 @@ def test_the_doctor_names_what_a_hanging_run_waits_for(
 def test_the_doctor_reports_the_same_as_json(
     hanging: tuple[Path, subprocess.Popen[bytes]],
 ) -> None:
-    report = json.loads(ask("doctor", hanging[0], "--json").stdout)
+    report = json.loads(run_cli("doctor", hanging[0], "--json").stdout)
     assert report["state"] == "running"
     [engine] = report["snapshot"]["engines"]
     assert (engine["in_flight"], engine["limit"]) == (0, 16)
@@ -155,7 +155,7 @@ def test_the_doctor_reports_a_killed_run_as_dead_and_how_to_resume(
     folder, process = hanging
     process.send_signal(signal.SIGKILL)
     process.wait(30)
-    report = ask("doctor", folder).stdout
+    report = run_cli("doctor", folder).stdout
     assert (
         f"dead: process {process.pid} on {socket.gethostname()} exited without an outcome" in report
     )
@@ -164,7 +164,7 @@ def test_the_doctor_reports_a_killed_run_as_dead_and_how_to_resume(
 
 
 class HangingEngine(NativeEngine):
-    """Rewards, environments and agents have time limits; generation has none."""
+    """Hangs in generation, which has no time limit, unlike rewards, environments and agents."""
 
     async def generate(self, request: Request) -> Completion:
         await asyncio.Event().wait()
@@ -222,7 +222,7 @@ def test_a_finished_run_is_reported_and_not_changed(run_toy: Callable[..., RunRe
     folder = run_toy(steps=1).folder
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     with run_lock(folder):
-        report = ask("doctor", folder).stdout
+        report = run_cli("doctor", folder).stdout
     assert "finished " in report
     assert "step 1 of 1 done, version 1" in report
     assert "last checkpoint: step 1, " in report
@@ -237,7 +237,7 @@ def test_the_trace_of_a_run_is_written_to_the_given_path(
     run_toy: Callable[..., RunResult], tmp_path: Path
 ) -> None:
     folder = run_toy(steps=1).folder
-    report = ask("trace", folder, "--out", tmp_path / "out.json")
+    report = run_cli("trace", folder, "--out", tmp_path / "out.json")
     assert report.returncode == 0, report.stderr
     assert report.stdout.startswith(f"{tmp_path / 'out.json'}: ")
     assert json.loads((tmp_path / "out.json").read_text())["traceEvents"]
@@ -257,7 +257,7 @@ def test_a_report_that_cannot_be_written_does_not_stop_a_run(
 
 
 def test_a_folder_that_is_no_run_is_refused_with_a_clear_message(tmp_path: Path) -> None:
-    report = ask("doctor", tmp_path / "nothing")
+    report = run_cli("doctor", tmp_path / "nothing")
     assert report.returncode == 2
     assert "nothing is not a run's folder" in report.stderr
     assert "Traceback" not in report.stderr
@@ -305,36 +305,36 @@ def test_a_runs_own_report_is_checked(
     changes: dict[str, Any], alive: bool | None, later: float, state: str, expected: str
 ) -> None:
     evidence = RunEvidence(Path("runs/toy"), alive=alive, checkpoint=2, checkpoint_at=990.0)
-    diagnosis = diagnose(snapshot(**changes), evidence, now=1000.0 + later)
+    diagnosis = diagnose(make_snapshot(**changes), evidence, now=1000.0 + later)
     assert diagnosis.state == state
     assert expected in "\n".join(diagnosis.lines())
 
 
 def test_a_process_that_has_only_the_number_of_the_run_is_not_the_run(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("")
-    write_run_snapshot(tmp_path, snapshot(written_at=time.time()))
+    write_run_snapshot(tmp_path, make_snapshot(written_at=time.time()))
     assert diagnose_folder(tmp_path).state == "died"
 
 
 def test_the_state_of_a_run_on_another_machine_comes_from_its_reports(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("")
     for written_at, state in ((time.time(), "running"), (time.time() - 60, "silent")):
-        write_run_snapshot(tmp_path, snapshot(host="elsewhere", written_at=written_at))
+        write_run_snapshot(tmp_path, make_snapshot(host="elsewhere", written_at=written_at))
         assert diagnose_folder(tmp_path).state == state
 
 
 def test_a_status_file_is_read_as_written_and_an_invalid_one_is_none(tmp_path: Path) -> None:
-    write_run_snapshot(tmp_path, snapshot())
-    assert read_run_snapshot(tmp_path) == snapshot()
+    write_run_snapshot(tmp_path, make_snapshot())
+    assert read_run_snapshot(tmp_path) == make_snapshot()
     (tmp_path / "waits.json").write_text('{"name": "toy"}')
     assert read_run_snapshot(tmp_path) is None
 
 
 def test_the_doctor_names_the_worker_processes() -> None:
-    shown, running = StringIO(), snapshot(processes={"policy 0": 12, "generators 0": 13})
+    output, running = StringIO(), make_snapshot(processes={"policy 0": 12, "generators 0": 13})
     diagnosis = diagnose(running, RunEvidence(Path("runs/toy"), alive=True), now=1001.0)
-    Console(file=shown, width=200).print(render_diagnosis(diagnosis))
-    assert "worker processes: policy 0 12, generators 0 13" in shown.getvalue()
+    Console(file=output, width=200).print(render_diagnosis(diagnosis))
+    assert "worker processes: policy 0 12, generators 0 13" in output.getvalue()
 
 
 def test_the_facts_of_the_machine_are_printed_at_once() -> None:

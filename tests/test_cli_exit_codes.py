@@ -1,4 +1,4 @@
-"""The exit code of `rollick train` shows a supervisor whether to try again."""
+"""The exit code of `rollick train`, by which a supervisor decides whether to retry."""
 
 import os
 import signal
@@ -53,15 +53,15 @@ def test_a_lost_worker_exits_with_the_code_for_a_retry(tiny_folder: Path, tmp_pa
     file = tmp_path / "recipe.yaml"
     file.write_text(dump_recipe(recipe_from_dict(recipe, base_dir=tmp_path).recipe))
     root = str(Path(__file__).parents[1])
-    ended = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "rollick.cli", "train", str(file)],
         env={**os.environ, "PYTHONPATH": root},
         capture_output=True,
         text=True,
     )
-    assert "was lost in 'train'" in ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert ended.returncode == 69
+    assert "was lost in 'train'" in completed.stderr
+    assert "Traceback" not in completed.stderr
+    assert completed.returncode == 69
 
 
 @pytest.mark.slow

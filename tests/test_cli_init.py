@@ -1,4 +1,4 @@
-"""`rollick init`: a project that checks out as it is written."""
+"""`rollick init`: the project that it writes passes the check of its recipe."""
 
 import subprocess
 import sys
@@ -40,8 +40,8 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 def test_the_command_prints_what_it_wrote_and_what_comes_next(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rollick.cli", "init", "rlvr", "mine"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == (
+    child = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.splitlines()[-1] == (
         "next: cd mine && rollick check recipe.yaml && rollick train recipe.yaml"
     )

@@ -1,6 +1,6 @@
-"""The commands that must answer at once: they load no heavy package.
+"""Commands that must start fast load no heavy package.
 
-benchmarks/start_up.py measures the seconds."""
+benchmarks/start_up.py measures their start-up time."""
 
 from __future__ import annotations
 
@@ -143,8 +143,8 @@ def test_list_prints_the_table_as_one_line_of_json(folder: Path) -> None:
 
 
 def test_list_prints_every_name_for_people(folder: Path) -> None:
-    shown = run(folder, "list").stdout
-    assert all(name in shown for table in NAMES.values() for name in table)
+    output = run(folder, "list").stdout
+    assert all(name in output for table in NAMES.values() for name in table)
 
 
 @pytest.mark.parametrize("module", ["rollick", "rollick.cli"])

@@ -17,7 +17,7 @@ from rollick.errors import ConfigError, DataError, RewardError
 from rollick.rewards.examples import EXAMPLES
 
 NEEDS_MORE = {"judge", "code", "model"}
-"""Built-in rewards that cannot be tried without something else: a server, a sandbox, a run."""
+"""Built-in rewards that cannot be tested without a server, a sandbox or a run."""
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -43,7 +43,7 @@ def test_a_custom_reward_runs_on_rows_with_options(tmp_path: Path):
         "    return len(question) <= limit\n"
     )
     rows = [{"question": text, "answer": 1} for text in ("abcd", "ab", "bad")]
-    # The column with the completion is not one of the row's own: `question` must come back as such.
+    # The reward gets `question` from the row; the completion has a column of its own.
     (tmp_path / "rows.jsonl").write_text(
         "".join(json.dumps({**row, "text": row["question"]}) + "\n" for row in rows)
     )
@@ -65,9 +65,9 @@ def test_a_reward_that_cannot_be_tested_gives_a_clear_error(tmp_path: Path):
     with pytest.raises(DataError, match="no rows to test your own reward"):
         read_test_rows("mine.py:short", None, limit=4, base=tmp_path)
     [row] = read_test_rows("exact_match", "rows.jsonl", limit=4, base=tmp_path)
-    with pytest.raises(RewardError, match="no column 'completion'") as problem:
+    with pytest.raises(RewardError, match="no column 'completion'") as error:
         sample_of_row(row, 0)
-    assert "--completion" in problem.value.fix
+    assert "--completion" in error.value.fix
     with pytest.raises(ConfigError, match="KEY=VALUE"):
         parse_options(["x"])
 

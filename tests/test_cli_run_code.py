@@ -44,29 +44,29 @@ Command = Callable[..., str]
 def rollick(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Generator[Command]:
-    """Runs a command in this process; gives what it printed to stdout and stderr."""
-    root, own = logging.getLogger(), logging.getLogger("rollick")
-    handlers, level, paths = list(root.handlers), own.level, list(sys.path)
+    """Runs a command in this process; returns its stdout and stderr."""
+    root, rollick_logger = logging.getLogger(), logging.getLogger("rollick")
+    handlers, level, paths = list(root.handlers), rollick_logger.level, list(sys.path)
 
     def run(*arguments: Any) -> str:
         monkeypatch.setattr(sys, "argv", ["rollick", *map(str, arguments)])
         capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             main()
         out, err = capfd.readouterr()
-        assert not ended.value.code, err
+        assert not exit_info.value.code, err
         return out + err
 
     yield run
     root.handlers[:] = handlers
-    own.setLevel(level)
+    rollick_logger.setLevel(level)
     sys.path[:] = paths
     sys.modules.pop("closeness_of_letters", None)
 
 
 @pytest.fixture
 def project(tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project: a recipe, a reward that imports a module beside it, rows, and a game elsewhere."""
+    """A project folder: a reward that imports another module, a loss and rows; a game beside it."""
     files = {
         "project/rewards.py": REWARDS,
         "project/closeness_of_letters.py": HELPER,
@@ -86,7 +86,7 @@ def project(tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) 
     return tmp_path / "project"
 
 
-def write(project: Path, recipe: dict[str, Any]) -> Path:
+def write_recipe(project: Path, recipe: dict[str, Any]) -> Path:
     file = project / "recipe.yaml"
     file.write_text(dump_yaml(recipe))
     return file
@@ -99,11 +99,11 @@ def recipe(project: Path) -> Path:
     recipe["data"] = {"domains": {"letters": domain}}
     recipe["algorithm"] = {"loss": "losses/mine.py:mine"}
     recipe["observe"]["dump_steps"] = [1]
-    return write(project, recipe)
+    return write_recipe(project, recipe)
 
 
-def leave(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the user's code, and go elsewhere."""
+def remove_code(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delete the user's code and change to another folder."""
     monkeypatch.chdir(project.parent)
     for file in (*project.rglob("*.py"), *(project.parent / "games").glob("*.py")):
         file.unlink()
@@ -115,17 +115,17 @@ def test_check_and_replay_work_after_the_users_code_is_gone(
     rollick: Command, recipe: Path, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rollick("train", recipe)
-    leave(project, monkeypatch)
+    remove_code(project, monkeypatch)
     run = project.parent / "runs" / "toy"
     assert rollick("check", run / "recipe.yaml", "--deep").startswith("OK ")
     halves = ["generate", "train"]
-    replayed = [
-        json.loads(rollick("replay", run / "dumps/step-000001", run / "recipe.yaml", *more))
-        for more in (["--json", "--only", half] for half in halves)
+    reports = [
+        json.loads(rollick("replay", run / "dumps/step-000001", run / "recipe.yaml", *options))
+        for options in (["--json", "--only", half] for half in halves)
     ]
-    assert replayed[0]["identical"] == 16
-    assert replayed[0]["score_now"] == pytest.approx(replayed[0]["score_then"])
-    assert replayed[1]["max_ratio_error"] < 1e-5
+    assert reports[0]["identical"] == 16
+    assert reports[0]["score_now"] == pytest.approx(reports[0]["score_then"])
+    assert reports[1]["max_ratio_error"] < 1e-5
 
 
 def test_env_show_works_after_the_environment_is_gone(
@@ -134,11 +134,11 @@ def test_env_show_works_after_the_environment_is_gone(
     recipe = toy_recipe(Path("tiny"), project.parent / "runs", steps=1)
     domain = {"environment": {"name": "../games/say.py:Say", "turn_tokens": 2}}
     recipe |= {"pipeline": "agentic", "data": {"domains": {"say": domain}}}
-    rollick("train", write(project, recipe))
-    leave(project, monkeypatch)
-    shown = rollick("env", "show", "runs/toy", "--training")
-    assert "of ../games/say.py:Say, seed" in shown
-    assert "over" in shown
+    rollick("train", write_recipe(project, recipe))
+    remove_code(project, monkeypatch)
+    output = rollick("env", "show", "runs/toy", "--training")
+    assert "of ../games/say.py:Say, seed" in output
+    assert "over" in output
 
 
 def test_a_resumed_run_logs_which_settings_and_code_changed(

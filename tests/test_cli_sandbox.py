@@ -1,4 +1,4 @@
-"""`rollick sandbox`: one program in a box, and which layers hold."""
+"""`rollick sandbox`: runs one program in a box, and lists the layers of isolation."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def program(tmp_path: Path) -> str:
 
 
 def test_a_program_runs_and_its_end_is_one_line_of_json(program: str) -> None:
-    done = run("run", program, "--stdin", "olleh", "--json")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    child = run("run", program, "--stdin", "olleh", "--json")
+    assert child.returncode == 0, child.stderr
+    report = json.loads(child.stdout)
     assert (report["status"], report["stdout"], report["isolation"]) == (
         "ok",
         "hello None\n",
@@ -41,17 +41,17 @@ def test_a_program_runs_and_its_end_is_one_line_of_json(program: str) -> None:
 
 
 def test_the_plain_output_shows_status_time_and_isolation(program: str) -> None:
-    done = run("run", program, "--stdin", "-", stdin="olleh")
-    assert done.stdout == "hello None\n"
-    assert done.stderr.startswith("ok, 0.")
-    assert f"isolation {LEVEL}" in done.stderr
+    child = run("run", program, "--stdin", "-", stdin="olleh")
+    assert child.stdout == "hello None\n"
+    assert child.stderr.startswith("ok, 0.")
+    assert f"isolation {LEVEL}" in child.stderr
 
 
 def test_a_program_that_fails_gives_exit_code_one(program: str) -> None:
-    done = run("run", program)
-    assert done.returncode == 1
-    assert "EOFError" in done.stderr
-    assert "failed" in done.stderr
+    child = run("run", program)
+    assert child.returncode == 1
+    assert "EOFError" in child.stderr
+    assert "failed" in child.stderr
 
 
 def test_without_isolation_it_refuses_unless_allow_unsafe_is_set(
@@ -66,15 +66,15 @@ def test_without_isolation_it_refuses_unless_allow_unsafe_is_set(
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    done = run("run", str(tmp_path / "none.py"))
-    assert done.returncode == 2
-    assert "none.py" in done.stderr
+    child = run("run", str(tmp_path / "none.py"))
+    assert child.returncode == 2
+    assert "none.py" in child.stderr
 
 
 def test_the_layers_are_listed(tmp_path: Path) -> None:
     actual = json.loads(run("check", "--json").stdout)
     assert actual["isolation"] == LEVEL
     assert "seccomp" in actual["active"]
-    without = run("check", path=str(tmp_path))
-    assert without.returncode == 2
-    assert "bwrap is not installed" in without.stdout
+    without_bwrap = run("check", path=str(tmp_path))
+    assert without_bwrap.returncode == 2
+    assert "bwrap is not installed" in without_bwrap.stdout

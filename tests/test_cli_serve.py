@@ -1,4 +1,4 @@
-"""`rollick serve` as a process of its own: starts, answers, and stops on a signal."""
+"""`rollick serve` in its own process: it starts, responds, and stops on a signal."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ QUIET = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "NO_COLOR": "1"
 
 
 @contextmanager
-def serving(*arguments: Any, token: str = "") -> Generator[tuple[subprocess.Popen[str], str]]:
-    """The process and the address that it printed."""
+def run_server(*arguments: Any, token: str = "") -> Generator[tuple[subprocess.Popen[str], str]]:
+    """Run the command; yields the process and the address that it printed."""
     command = [sys.executable, "-m", "rollick.cli", "serve", *map(str, arguments), "--port", "0"]
     environment = QUIET | ({"ROLLICK_TOKEN": token} if token else {})
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -37,7 +37,7 @@ def serving(*arguments: Any, token: str = "") -> Generator[tuple[subprocess.Pope
 
 
 def test_serve_prints_a_token_once_responds_and_stops_on_a_signal(tiny_folder: Path):
-    with serving(tiny_folder, "--name", "small", "--slots", 2) as (process, address):
+    with run_server(tiny_folder, "--name", "small", "--slots", 2) as (process, address):
         assert process.stdout is not None
         word, token = process.stdout.readline().split()
         assert word == "token"
@@ -50,9 +50,9 @@ def test_serve_prints_a_token_once_responds_and_stops_on_a_signal(tiny_folder: P
                 stream=True,
             )
             assert [chunk.choices[0].finish_reason for chunk in stream][-1] in ("length", "stop")
-        stranger = openai.OpenAI(base_url=address, api_key="guess", max_retries=0)
-        with stranger, pytest.raises(openai.AuthenticationError):
-            stranger.models.list()
+        unauthorized = openai.OpenAI(base_url=address, api_key="guess", max_retries=0)
+        with unauthorized, pytest.raises(openai.AuthenticationError):
+            unauthorized.models.list()
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
         assert token not in process.stdout.read()
@@ -60,7 +60,7 @@ def test_serve_prints_a_token_once_responds_and_stops_on_a_signal(tiny_folder: P
 
 @pytest.mark.slow
 def test_a_token_that_was_given_is_not_printed(tiny_folder: Path):
-    with serving(tiny_folder, token="canary-token") as (process, address):
+    with run_server(tiny_folder, token="canary-token") as (process, address):
         with openai.OpenAI(base_url=address, api_key="canary-token", max_retries=0) as client:
             assert [model.id for model in client.models.list().data] == [tiny_folder.name]
         process.send_signal(signal.SIGINT)
@@ -73,9 +73,9 @@ def test_a_missing_model_gives_a_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(sys, "argv", ["rollick", "serve", str(tmp_path / "none")])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         main()
-    assert ended.value.code == 2
+    assert exit_info.value.code == 2
     assert "does not exist" in capfd.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""The demo: its tasks are honest, and it learns."""
+"""The demo: held-out prompts are not trained on, and the policy learns."""
 
 import json
 import subprocess
@@ -57,18 +57,18 @@ def test_the_control_shuffles_the_scores_among_samples() -> None:
     assert advantages == dr_grpo_on_shuffled_scores(groups, {})
 
 
-def _demo(folder: Path, *options: str) -> dict[str, Any]:
+def _run_demo(folder: Path, *options: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "rollick.cli", "demo", "--json", "--folder", str(folder)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    child = subprocess.run([*command, *options], capture_output=True, text=True, timeout=400)
+    assert child.returncode == 0, child.stderr[-2000:]
+    return json.loads(child.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_demo_learns_both_domains_on_held_out_prompts(tmp_path: Path, seed: int) -> None:
-    result = _demo(tmp_path, "--seed", str(seed))
+    result = _run_demo(tmp_path, "--seed", str(seed))
     assert result["before"] <= 0.4
     assert result["after"] >= 0.9
     assert all(domain["after"] >= 0.85 for domain in result["domains"].values())
@@ -80,5 +80,5 @@ def test_the_demo_learns_both_domains_on_held_out_prompts(tmp_path: Path, seed: 
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_with_shuffled_scores_the_demo_learns_nothing(tmp_path: Path, seed: int) -> None:
-    result = _demo(tmp_path, "--control", "--seed", str(seed))
+    result = _run_demo(tmp_path, "--control", "--seed", str(seed))
     assert result["after"] <= result["before"] + 0.1

@@ -1,4 +1,4 @@
-"""docs/algorithms/: generated from the schema and never behind it, complete, and runnable."""
+"""docs/algorithms/ is generated from the schema, up to date, complete and runnable."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def generated(generator: ModuleType) -> dict[str, str]:
     return generator.all_pages()
 
 
-def curves() -> dict[str, Any]:
+def read_curves() -> dict[str, Any]:
     return json.loads((DOCS / "results" / "algorithms_toy.json").read_text("utf-8"))
 
 
@@ -54,8 +54,8 @@ def test_the_pages_are_those_that_the_generator_writes(generated: dict[str, str]
 
 
 def test_every_page_is_generated_or_listed_as_handwritten(generated: dict[str, str]) -> None:
-    there = {str(path.relative_to(PAGES)) for path in PAGES.rglob("*.md")}
-    assert there == generated.keys() | BY_HAND
+    existing = {str(path.relative_to(PAGES)) for path in PAGES.rglob("*.md")}
+    assert existing == generated.keys() | BY_HAND
 
 
 def test_every_name_that_an_algorithm_is_made_of_has_a_page(
@@ -82,7 +82,7 @@ def test_every_page_has_a_small_picture_that_was_measured(generated: dict[str, s
     }
     assert used == {path.resolve() for path in (PAGES / "pictures").iterdir()}
     assert all(0 < path.stat().st_size < 20_000 for path in used if path.name != "presets.png")
-    assert curves().keys() == generated.keys() - {"README.md"}
+    assert read_curves().keys() == generated.keys() - {"README.md"}
 
 
 def test_links_lead_somewhere(generated: dict[str, str]) -> None:
@@ -97,7 +97,7 @@ def test_links_lead_somewhere(generated: dict[str, str]) -> None:
 
 
 def test_the_recorded_curves_learn_and_their_controls_do_not() -> None:
-    recorded = curves()
+    recorded = read_curves()
     for name, preset in PRESETS.items():
         lines = recorded[f"presets/{name.replace('++', '_pp')}.md"]["lines"]
         last = {label: sum(values[-5:]) / 5 for label, values in lines.items()}
@@ -106,7 +106,7 @@ def test_the_recorded_curves_learn_and_their_controls_do_not() -> None:
             assert score < 0.5 if "shuffled" in label else score >= 0.9, (name, label, score)
 
 
-def recipes() -> Iterator[tuple[str, str]]:
+def find_recipes() -> Iterator[tuple[str, str]]:
     for path in sorted(PAGES.rglob("*.md")):
         if path.name not in BY_HAND:
             for block in BLOCK.finditer(path.read_text("utf-8")):
@@ -117,19 +117,19 @@ def test_every_recipe_on_a_page_is_accepted(tmp_path: Path) -> None:
     row = {"prompt": "1+1=", "answer": "2", "good": "2", "bad": "3"}
     (tmp_path / "mine.jsonl").write_text(json.dumps(row))
     count = 0
-    for path, text in recipes():
+    for path, text in find_recipes():
         recipe = yaml.safe_load(text)
         rewards = [] if "pipeline" in recipe or "opd" in text else ["exact_match"]
         plain = {"domains": {"mine": {"source": "mine.jsonl", "rewards": rewards}}}
         recipe["data"] = {**plain, **recipe.get("data", {})}
         recipe_from_dict({"model": {"path": "tiny"}, **recipe}, origin=path, base_dir=tmp_path)
         count += 1
-    assert count == len(curves())
+    assert count == len(read_curves())
 
 
 @pytest.fixture
 def own_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The files of your_own.md in an empty folder, and its commands in their order."""
+    """Writes the files of your_own.md into an empty folder; gives its commands in their order."""
     commands: list[str] = []
     for block in BLOCK.finditer((PAGES / "your_own.md").read_text("utf-8")):
         if block["file"]:
@@ -146,14 +146,14 @@ def own_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
         sys.modules.pop(name, None)
 
 
-def rollick(*arguments: str) -> str:
-    shown = CliRunner().invoke(app, list(arguments))
-    assert shown.exit_code == 0, shown.output
-    return shown.output
+def run_rollick(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 0, result.output
+    return result.output
 
 
 def install_acme(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `pip install ./acme` leaves: the package on the path, and its metadata beside it."""
+    """Do as `pip install ./acme`: put the package on the path, with its metadata beside it."""
     project = tomllib.loads((folder / "acme" / "pyproject.toml").read_text("utf-8"))["project"]
     info = folder / "acme" / "acme_parts-1.0.dist-info"
     info.mkdir()
@@ -177,9 +177,9 @@ def test_everything_on_the_page_of_own_parts_runs(
         program, *arguments = command.split()
         if command == "rollick list":
             install_acme(tmp_path, monkeypatch)
-            assert "soft_clip (acme-parts)" in " ".join(rollick("list").split())
+            assert "soft_clip (acme-parts)" in " ".join(run_rollick("list").split())
         elif program == "rollick":
-            rollick(*arguments)
+            run_rollick(*arguments)
         elif arguments[:2] == ["-m", "pytest"]:
             module = importlib.import_module(Path(arguments[-1]).stem)
             module.test_the_loss_keeps_to_the_contract()
@@ -196,7 +196,7 @@ def test_everything_on_the_page_of_own_parts_runs(
 
 
 def test_the_page_lists_every_field_that_a_custom_loss_can_get() -> None:
-    """What only other pipelines, or the objective itself, look at is left out by name."""
+    """Fields that only other pipelines, or the objective itself, use are excluded by name."""
     from dataclasses import fields
 
     from rollick.algorithms.losses import LossInputs

@@ -1,4 +1,4 @@
-"""docs/configuration.md is what the schema says, and has every key."""
+"""docs/configuration.md is generated from the schema and has every key."""
 
 from __future__ import annotations
 

@@ -20,13 +20,13 @@ README = (ROOT / "README.md").read_text("utf-8")
 Command = Callable[[list[str]], str]
 
 
-def commands(name: str) -> list[list[str]]:
+def find_commands(name: str) -> list[list[str]]:
     """The lines of the README that run this command of rollick, without their comments."""
     lines = re.findall(rf"^    rollick {name}\s.*$", README, re.MULTILINE)
     return [shlex.split(line, comments=True)[1:] for line in lines]
 
 
-def small(model: Path) -> list[str]:
+def make_small_overrides(model: Path) -> list[str]:
     """Overrides that make a recipe run in seconds."""
     return [
         *(f"model.path={model}", "cluster.backend=inline", "observe.sinks=[]", "observe.live=off"),
@@ -40,47 +40,47 @@ def small(model: Path) -> list[str]:
 def rollick(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Iterator[Command]:
-    """Runs a command beside a copy of the recipes; gives its output."""
+    """Runs a command in a folder with the recipes; returns its stdout."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
-    root, own = logging.getLogger(), logging.getLogger("rollick")
-    handlers, level = list(root.handlers), own.level
+    root, rollick_logger = logging.getLogger(), logging.getLogger("rollick")
+    handlers, level = list(root.handlers), rollick_logger.level
 
     def run(arguments: list[str]) -> str:
         monkeypatch.setattr(sys, "argv", ["rollick", *arguments])
         capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             main()
         out, err = capfd.readouterr()
-        assert not ended.value.code, err
+        assert not exit_info.value.code, err
         return out
 
     yield run
     root.handlers[:] = handlers
-    own.setLevel(level)
+    rollick_logger.setLevel(level)
 
 
 def test_the_commands_of_the_readme_work_one_after_the_other(
     rollick: Command, tiny_folder: Path
 ) -> None:
     for name in ("check", "train", "eval", "replay"):
-        [line] = commands(name)
-        out = rollick([*line, *small(tiny_folder)])
+        [line] = find_commands(name)
+        out = rollick([*line, *make_small_overrides(tiny_folder)])
     assert "max_ratio_error" in out
-    [export] = commands("export")
+    [export] = find_commands("export")
     assert Path(rollick(export).strip(), "config.json").is_file()
-    [doctor] = commands("doctor")
+    [doctor] = find_commands("doctor")
     assert "runs/smollm2_sums: finished" in rollick(doctor)
-    # The folders of eval and replay are there too.
-    [[name, pattern]] = commands("compare")
+    # The pattern matches the folders of train, eval and replay.
+    [[name, pattern]] = find_commands("compare")
     folders = [str(path) for path in sorted(Path().glob(pattern))]
     assert len(folders) == 3
     assert "curves: compare.png" in rollick([name, *folders])
 
 
 def test_make_install_brings_what_the_recipes_of_the_readme_need() -> None:
-    recipes = {line[1] for name in ("check", "train") for line in commands(name)}
-    models = {path for name in recipes for path in re.findall(r"package:(\w+)", read(name))}
+    recipes = {line[1] for name in ("check", "train") for line in find_commands(name)}
+    models = {path for name in recipes for path in re.findall(r"package:(\w+)", read_recipe(name))}
     env = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
     plan = subprocess.run(
         ["make", "--dry-run", "--always-make", "install"],
@@ -96,5 +96,5 @@ def test_make_install_brings_what_the_recipes_of_the_readme_need() -> None:
     assert re.search(r"\.\[[a-z,]*gguf", plan)
 
 
-def read(recipe: str) -> str:
+def read_recipe(recipe: str) -> str:
     return (ROOT / recipe).read_text("utf-8")

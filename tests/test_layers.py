@@ -122,24 +122,24 @@ def package_of(file: str) -> str:
 
 
 @cache
-def trees() -> dict[str, ast.Module]:
+def parse_package() -> dict[str, ast.Module]:
     return {
         str(path.relative_to(PACKAGE)): ast.parse(path.read_text(encoding="utf-8"))
         for path in sorted(PACKAGE.rglob("*.py"))
     }
 
 
-def imports() -> Iterator[Import]:
-    for file, tree in trees().items():
-        typing_only = _typing_only(tree)
+def find_imports() -> Iterator[Import]:
+    for file, tree in parse_package().items():
+        typing_only = _find_typing_only(tree)
         for node in ast.walk(tree):
             if id(node) in typing_only and file == "__init__.py":
                 continue
-            for module in _modules(node):
+            for module in _imported_modules(node):
                 yield Import(file, getattr(node, "lineno", 0), module)
 
 
-def _typing_only(tree: ast.Module) -> set[int]:
+def _find_typing_only(tree: ast.Module) -> set[int]:
     """Ids of the nodes under `if TYPE_CHECKING`."""
     return {
         id(inner)
@@ -149,7 +149,7 @@ def _typing_only(tree: ast.Module) -> set[int]:
     }
 
 
-def _modules(node: ast.AST) -> list[str]:
+def _imported_modules(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
@@ -160,23 +160,23 @@ def _modules(node: ast.AST) -> list[str]:
     return []
 
 
-def ours() -> Iterator[tuple[Import, str]]:
-    """Imports inside the package, with the package they lead to."""
-    for item in imports():
+def find_own_imports() -> Iterator[tuple[Import, str]]:
+    """Imports of rollick's own modules, each with the imported package."""
+    for item in find_imports():
         parts = item.module.split(".")
         if parts[0] == "rollick" and len(parts) > 1:
             yield item, parts[1]
 
 
 def test_every_package_has_a_level() -> None:
-    packages = {package_of(file) for file in trees()}
+    packages = {package_of(file) for file in parse_package()}
     assert packages - {"__init__", "testing"} <= set(LEVEL_OF)
 
 
 def test_imports_point_down() -> None:
     wrong = [
         str(item)
-        for item, target in ours()
+        for item, target in find_own_imports()
         if item.package != target
         and {item.package, target} <= set(LEVEL_OF)
         and LEVEL_OF[target] >= LEVEL_OF[item.package]
@@ -187,7 +187,7 @@ def test_imports_point_down() -> None:
 def test_the_test_kit_is_imported_by_tests_and_cli_only() -> None:
     wrong = [
         str(item)
-        for item, target in ours()
+        for item, target in find_own_imports()
         if target == "testing" and item.package not in ("testing", "cli")
     ]
     assert wrong == []
@@ -195,7 +195,7 @@ def test_the_test_kit_is_imported_by_tests_and_cli_only() -> None:
 
 def test_each_third_party_library_is_imported_only_where_allowed() -> None:
     wrong: list[str] = []
-    for item in imports():
+    for item in find_imports():
         top = item.module.split(".")[0]
         if top in sys.stdlib_module_names or top == "rollick" or top in EVERYWHERE:
             continue
@@ -207,7 +207,7 @@ def test_each_third_party_library_is_imported_only_where_allowed() -> None:
 def test_light_packages_never_import_torch() -> None:
     wrong = [
         str(item)
-        for item in imports()
+        for item in find_imports()
         if item.package in NO_TORCH
         and item.module.split(".")[0] in ("torch", "ray", "transformers", "datasets")
     ]
@@ -224,29 +224,31 @@ def test_light_modules_load_neither_torch_nor_ray(module: str) -> None:
     assert child.stdout.strip() == "[]"
 
 
-def calls() -> Iterator[tuple[str, ast.Call, str]]:
-    for file, tree in trees().items():
+def find_calls() -> Iterator[tuple[str, ast.Call, str]]:
+    for file, tree in parse_package().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
                 yield file, node, ast.unparse(node.func)
 
 
 INSIDE_BOXES = "sandbox/inside/"
-"""Code that runs in boxes only: it executes what models wrote."""
+"""Code that runs in boxes only: it executes programs that models wrote."""
 
 
 def test_nothing_is_evaluated_outside_the_sandbox() -> None:
     forbidden = {"eval", "exec", "compile", "__import__", "os.system"}
     wrong = [
         f"rollick/{file}:{node.lineno} {name}"
-        for file, node, name in calls()
+        for file, node, name in find_calls()
         if name in forbidden and not file.startswith(INSIDE_BOXES)
     ]
     assert wrong == []
 
 
 def test_code_for_sandbox_boxes_is_imported_nowhere() -> None:
-    wrong = [str(item) for item in imports() if item.module.startswith("rollick.sandbox.inside")]
+    wrong = [
+        str(item) for item in find_imports() if item.module.startswith("rollick.sandbox.inside")
+    ]
     assert wrong == []
 
 
@@ -254,7 +256,7 @@ def test_pickles_are_read_between_processes_of_one_run_only() -> None:
     readers = {"load", "loads", "Unpickler"}
     wrong = [
         f"rollick/{file}:{node.lineno} {name}"
-        for file, node, name in calls()
+        for file, node, name in find_calls()
         if name.split(".")[0] in ("pickle", "cloudpickle", "marshal", "dill", "shelve", "joblib")
         and name.split(".")[-1] in readers
         and file not in UNPICKLES
@@ -264,7 +266,7 @@ def test_pickles_are_read_between_processes_of_one_run_only() -> None:
 
 def test_torch_and_numpy_read_no_pickles() -> None:
     wrong: list[str] = []
-    for file, node, name in calls():
+    for file, node, name in find_calls():
         keywords = {item.arg: ast.unparse(item.value) for item in node.keywords}
         if name == "torch.load" and keywords.get("weights_only") != "True":
             wrong.append(f"rollick/{file}:{node.lineno} torch.load without weights_only=True")
@@ -282,7 +284,7 @@ def test_torch_and_numpy_read_no_pickles() -> None:
 def test_no_public_class_name_is_defined_twice() -> None:
     names = Counter(
         node.name
-        for tree in trees().values()
+        for tree in parse_package().values()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
@@ -290,8 +292,8 @@ def test_no_public_class_name_is_defined_twice() -> None:
 
 
 def test_no_module_has_a_meaningless_name() -> None:
-    empty = {"utils", "util", "common", "helpers", "misc", "manager"}
-    assert [file for file in trees() if Path(file).stem in empty] == []
+    meaningless = {"utils", "util", "common", "helpers", "misc", "manager"}
+    assert [file for file in parse_package() if Path(file).stem in meaningless] == []
 
 
 @pytest.mark.parametrize(
@@ -300,10 +302,10 @@ def test_no_module_has_a_meaningless_name() -> None:
 def test_every_name_of_the_table_leads_to_a_definition(kind: str, name: str) -> None:
     module, attribute = NAMES[kind][name].split(":")
     file = "/".join(module.split(".")[1:]) + ".py"
-    assert file in trees()
+    assert file in parse_package()
     defined = {
         node.name
-        for node in trees()[file].body
+        for node in parse_package()[file].body
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     }
     if kind == "presets":  # All are in one table, and are data.

@@ -1,4 +1,4 @@
-"""The checks that authors of losses and advantages get: ours pass, and each broken one is named."""
+"""The checks for authors of losses and advantages: built-in ones pass, broken ones are reported."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rollick.testing.parts import check_advantage, check_loss
 from rollick.types import Group
 
 
-def part(kind: str, name: str) -> tuple[Any, Any]:
-    """The function and its options by default."""
+def load_part(kind: str, name: str) -> tuple[Any, Any]:
+    """The function of a name, and its default options."""
     key = {"losses": "loss", "advantages": "advantage"}[kind]
     config = AlgorithmConfig.model_validate({key: name})
     return resolve(kind, name), getattr(config, key)
@@ -26,13 +26,13 @@ def part(kind: str, name: str) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("name", sorted(NAMES["losses"]))
 def test_every_loss_of_ours_keeps_to_it(name: str) -> None:
-    function, options = part("losses", name)
+    function, options = load_part("losses", name)
     check_loss(function, options, pairs=name in PAIRWISE)
 
 
 @pytest.mark.parametrize("name", sorted(NAMES["advantages"]))
 def test_every_advantage_of_ours_keeps_to_it(name: str) -> None:
-    function, options = part("advantages", name)
+    function, options = load_part("advantages", name)
     check_advantage(function, options)
 
 
@@ -72,7 +72,7 @@ def test_a_loss_that_breaks_the_contract_is_told_which_rule(loss: Any, complaint
 
 
 def test_a_loss_over_pairs_may_depend_on_both_answers_and_on_no_others() -> None:
-    function, options = part("losses", "dpo")
+    function, options = load_part("losses", "dpo")
     with pytest.raises(AssertionError, match="with the other samples"):
         check_loss(function, options, pairs=False)
 
@@ -119,5 +119,5 @@ def test_an_advantage_that_breaks_the_contract_is_told_which_rule(
 def test_the_checks_do_not_disturb_what_torch_knows_of_random_numbers() -> None:
     torch.manual_seed(3)
     before = torch.random.get_rng_state()
-    check_loss(*part("losses", "ppo"))
+    check_loss(*load_part("losses", "ppo"))
     assert torch.equal(before, torch.random.get_rng_state())

@@ -1,7 +1,7 @@
-"""Tiny, randomly initialised models of many families, for tests of what engine and learner compute.
+"""Tiny, randomly initialised models of many families, for tests of engine and learner.
 
 Sizes are as small as each architecture allows. Weights are larger than a new model's, so that a
-forward that leaves something out differs by far more than rounding.
+forward that omits an operation differs by far more than rounding.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SIZES: Mapping[str, Any] = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
-"""The sizes that most families call by these names."""
+"""Sizes under the config keys that most families use."""
 
 _EXPERTS = {
     "num_experts": 4,
@@ -165,7 +165,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     | {"attn_logit_softcapping": 3.0},
     "xglm": {"ffn_dim": 48, "d_model": 32, "num_layers": 2, "attention_heads": 4},
 }
-"""What each family needs beyond `SIZES`; None removes a key."""
+"""The config options of each family beyond `SIZES`; None removes a key."""
 
 
 def tiny_config(family: str) -> PretrainedConfig:

@@ -54,16 +54,16 @@ def tiny_mixture(
 def widen_norms(model: nn.Module) -> None:
     """Make the norms of a float64 model compute in float64, in place.
 
-    Those of transformers convert to float32, so gradients of shared and separate rows would differ
-    in rounding.
+    The norms of transformers compute in float32, so gradients of shared and separate rows would
+    differ in rounding.
     """
 
     def forward(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
         return rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
-    for part in model.modules():
-        if hasattr(part, "variance_epsilon"):
-            part.forward = partial(forward, part)
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.forward = partial(forward, module)
 
 
 def save_tiny_mixture(path: Path, *, seed: int = 0, **sizes: int) -> Path:

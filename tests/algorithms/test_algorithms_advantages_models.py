@@ -1,4 +1,4 @@
-"""Advantages that look at what models say of tokens: GAE, on-policy distillation."""
+"""Advantages from the outputs of other models for each token: GAE, on-policy distillation."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ def floats(*values: float) -> FloatArray:
     return np.array(values, np.float64)
 
 
-def arrays(actual: object) -> list[list[list[float]]]:
+def to_lists(actual: object) -> list[list[list[float]]]:
     return [[np.asarray(value).tolist() for value in row] for row in actual]  # pyright: ignore
 
 
-def numbers(seed: int, count: int) -> FloatArray:
+def draw_numbers(seed: int, count: int) -> FloatArray:
     return np.random.default_rng(seed).normal(size=count)
 
 
-def gae_by_loops(
+def compute_gae_by_loops(
     rewards: list[float], values: list[float], *, gamma: float, lam: float, bootstrap: float
 ) -> list[float]:
     """A_t as the sum over all later TD errors, term by term."""
-    after = [*values[1:], bootstrap]
-    errors = [r + gamma * v2 - v for r, v, v2 in zip(rewards, values, after, strict=False)]
+    next_values = [*values[1:], bootstrap]
+    errors = [r + gamma * v2 - v for r, v, v2 in zip(rewards, values, next_values, strict=False)]
     return [
         sum((gamma * lam) ** (later - now) * errors[later] for later in range(now, len(errors)))
         for now in range(len(errors))
@@ -79,9 +79,12 @@ def test_gae_agrees_with_plain_loops_over_the_drawn_tokens(
     mask: list[bool], seed: int, lam: float, end: float
 ):
     inside = np.array(mask)
-    rewards, values = np.where(inside, numbers(seed, len(mask)), 0), numbers(seed + 1, len(mask))
+    rewards, values = (
+        np.where(inside, draw_numbers(seed, len(mask)), 0),
+        draw_numbers(seed + 1, len(mask)),
+    )
     actual = token_gae(rewards, values, inside, gamma=0.9, lam=lam, bootstrap=end)
-    expected = gae_by_loops(
+    expected = compute_gae_by_loops(
         rewards[inside].tolist(), values[inside].tolist(), gamma=0.9, lam=lam, bootstrap=end
     )
     assert actual.advantages_T[inside].tolist() == pytest.approx(expected, abs=1e-12)
@@ -124,7 +127,7 @@ def test_gae_of_nothing_or_one_token_is_finite(mask: str):
     assert actual.advantages_T.tolist() == [-0.5 if letter == "x" else 0 for letter in mask]
 
 
-def gae_group(*members: tuple[float | None, str, Sequence[float]], cut: str = "") -> Group:
+def make_gae_group(*members: tuple[float | None, str, Sequence[float]], cut: str = "") -> Group:
     """Members of (score, mask, values of a critic); `cut` marks the truncated ones with `x`."""
     full_group = masked_group([score for score, _, _ in members], *(mask for _, mask, _ in members))
     annotations = [Annotations(values=floats(*values), last_value=0.5) for _, _, values in members]
@@ -139,51 +142,56 @@ def gae_group(*members: tuple[float | None, str, Sequence[float]], cut: str = ""
     )
 
 
-def values_of(actual: Any) -> list[list[tuple[list[float], list[float]]]]:
+def unpack_advantages(actual: Any) -> list[list[tuple[list[float], list[float]]]]:
     assert all(isinstance(value, AdvantagesAndReturns) for row in actual for value in row)
     return [[(v.advantages_T.tolist(), v.returns_T.tolist()) for v in row] for row in actual]
 
 
 def test_gae_of_a_group_by_hand():
-    # as in test_gae_by_hand; the observation between the two tokens says nothing
-    full_group = gae_group((1, "....x..x", [9, 9, 9, 9, 0.25, NAN, INF, 0.5]))
+    # as in test_gae_by_hand; the values of the observation between the two tokens are ignored
+    full_group = make_gae_group((1, "....x..x", [9, 9, 9, 9, 0.25, NAN, INF, 0.5]))
     options = GaeAdvantage(gamma=0.5, lam=0.5, whiten=False)
-    [[(advantages, returns)]] = values_of(gae([full_group], options))
+    [[(advantages, returns)]] = unpack_advantages(gae([full_group], options))
     assert advantages == [0, 0, 0, 0, 0.125, 0, 0, 0.5]
     assert returns == [0, 0, 0, 0, 0.375, 0, 0, 1]
 
 
 def test_a_truncated_sample_bootstraps_from_the_critic_only_if_configured():
-    full_group = gae_group(
+    full_group = make_gae_group(
         (0, "....x", [0, 0, 0, 0, 0.25]), (0, "....x", [0, 0, 0, 0, 0.25]), cut="x."
     )
     options = GaeAdvantage(whiten=False)
-    assert [returns[4] for _, returns in values_of(gae([full_group], options))[0]] == [0, 0]
+    assert [returns[4] for _, returns in unpack_advantages(gae([full_group], options))[0]] == [0, 0]
     options = GaeAdvantage(whiten=False, bootstrap_truncated=True)
-    assert [returns[4] for _, returns in values_of(gae([full_group], options))[0]] == [0.5, 0]
+    assert [returns[4] for _, returns in unpack_advantages(gae([full_group], options))[0]] == [
+        0.5,
+        0,
+    ]
 
 
 def test_gae_is_whitened_over_the_batch_and_its_returns_are_not():
     # advantages 1 - 0 = 1 and 0 - 3 = -3: mean -1, std 2 sqrt(2)
-    full_group = gae_group(
+    full_group = make_gae_group(
         (1, "....x", [0] * 5), (0, "....x", [0, 0, 0, 0, 3]), (None, "....xx", [7] * 6)
     )
-    actual = values_of(gae([full_group], GaeAdvantage()))[0]
+    actual = unpack_advantages(gae([full_group], GaeAdvantage()))[0]
     std = 2 * math.sqrt(2) + 1e-6
     assert [a[4] for a, _ in actual] == pytest.approx([2 / std, -2 / std, 0])
     assert [r[4] for _, r in actual] == [1, 0, 0]
 
 
-def random_gae_group(masks: list[list[bool]], seed: int) -> Group:
-    """Every third sample failed, every second one is truncated; noise outside the masks."""
+def make_random_gae_group(masks: list[list[bool]], seed: int) -> Group:
+    """Every third sample failed, every second one is truncated; NaN outside the masks."""
     texts = ["...." + "".join("x" if inside else "." for inside in mask) for mask in masks]
-    scores = [None if n % 3 == 2 else float(numbers(seed + n, 1)[0]) for n in range(len(masks))]
+    scores = [
+        None if n % 3 == 2 else float(draw_numbers(seed + n, 1)[0]) for n in range(len(masks))
+    ]
     values = [
-        np.where(mask_of(text), numbers(seed + 7 * n, len(text)), NAN)
+        np.where(mask_of(text), draw_numbers(seed + 7 * n, len(text)), NAN)
         for n, text in enumerate(texts)
     ]
     cut = "".join("x."[n % 2] for n in range(len(masks)))
-    return gae_group(*zip(scores, texts, [v.tolist() for v in values], strict=True), cut=cut)
+    return make_gae_group(*zip(scores, texts, [v.tolist() for v in values], strict=True), cut=cut)
 
 
 @exhaustive
@@ -196,7 +204,7 @@ def random_gae_group(masks: list[list[bool]], seed: int) -> Group:
 def test_gae_of_groups_agrees_with_plain_loops(
     masks: list[list[bool]], seed: int, bootstrap: bool, whiten: bool
 ):
-    full_group = random_gae_group(masks, seed)
+    full_group = make_random_gae_group(masks, seed)
     options = GaeAdvantage(gamma=0.9, lam=0.8, whiten=whiten, bootstrap_truncated=bootstrap)
     expected: list[list[float]] = []
     for member in full_group.members:
@@ -205,7 +213,7 @@ def test_gae_of_groups_agrees_with_plain_loops(
         rewards = [0.0] * len(values)
         rewards[-1:] = [member.score.value] * len(rewards[-1:])
         end = 0.5 if bootstrap and member.sample.truncated else 0.0
-        actual = gae_by_loops(rewards, values, gamma=0.9, lam=0.8, bootstrap=end)
+        actual = compute_gae_by_loops(rewards, values, gamma=0.9, lam=0.8, bootstrap=end)
         expected.append(actual if member.score.ok else [0.0] * len(values))
     known = [
         x for m, row in zip(full_group.members, expected, strict=True) if m.score.ok for x in row
@@ -214,7 +222,7 @@ def test_gae_of_groups_agrees_with_plain_loops(
     if len(known) > 1:
         std = math.sqrt(sum((x - mean) ** 2 for x in known) / (len(known) - 1))
     for member, row, (advantages, returns) in zip(
-        full_group.members, expected, values_of(gae([full_group], options))[0], strict=True
+        full_group.members, expected, unpack_advantages(gae([full_group], options))[0], strict=True
     ):
         inside = member.sample.loss_mask
         if whiten:
@@ -228,16 +236,16 @@ def test_gae_of_groups_agrees_with_plain_loops(
 @pytest.mark.parametrize(
     "full_group",
     [
-        gae_group((5, "....x", [1] * 5)),
-        gae_group((5, "....", [1] * 4)),
-        gae_group((0.1, "....x", [0] * 5), (0.1, "....x", [0] * 5)),
-        gae_group((1, "....x", [1] * 5), (1, "....x", [1] * 5), cut="xx"),
-        gae_group((None, "....x", [NAN] * 5)),
+        make_gae_group((5, "....x", [1] * 5)),
+        make_gae_group((5, "....", [1] * 4)),
+        make_gae_group((0.1, "....x", [0] * 5), (0.1, "....x", [0] * 5)),
+        make_gae_group((1, "....x", [1] * 5), (1, "....x", [1] * 5), cut="xx"),
+        make_gae_group((None, "....x", [NAN] * 5)),
     ],
     ids=["one token", "empty mask", "equal", "all truncated", "failed"],
 )
 def test_whitened_gae_without_anything_to_compare_is_exactly_zero(full_group: Group):
-    for advantages, returns in values_of(gae([full_group], GaeAdvantage()))[0]:
+    for advantages, returns in unpack_advantages(gae([full_group], GaeAdvantage()))[0]:
         assert advantages == [0] * len(advantages)
         assert np.isfinite(returns).all()
 
@@ -260,7 +268,7 @@ def test_opd_is_finite_whatever_the_log_probs_and_zero_outside_the_mask():
 def test_a_wider_limit_of_opd_never_makes_an_advantage_smaller(
     seed: int, limits: tuple[float, float]
 ):
-    teacher, student = -np.abs(numbers(seed, 5)), -np.abs(numbers(seed + 1, 5)) * 3
+    teacher, student = -np.abs(draw_numbers(seed, 5)), -np.abs(draw_numbers(seed + 1, 5)) * 3
     narrow, wide = (
         np.abs(token_opd(teacher, student, mask_of("xxxxx"), limit=limit))
         for limit in sorted(limits)
@@ -268,7 +276,7 @@ def test_a_wider_limit_of_opd_never_makes_an_advantage_smaller(
     assert (narrow <= wide).all()
 
 
-def opd_group(*members: tuple[float | None, str, Annotations]) -> Group:
+def make_opd_group(*members: tuple[float | None, str, Annotations]) -> Group:
     full_group = masked_group([score for score, _, _ in members], *(mask for _, mask, _ in members))
     return annotated(full_group, *(annotations for _, _, annotations in members))
 
@@ -276,15 +284,15 @@ def opd_group(*members: tuple[float | None, str, Annotations]) -> Group:
 def test_opd_compares_with_the_old_policy_if_computed_and_else_with_the_behaviour_policy():
     teacher = floats(NAN, NAN, NAN, NAN, -0.5, -3, -INF)
     old = floats(INF, INF, INF, INF, -2, -2, -2)
-    # fakes draw every token at -1; the last one is no token of the policy
-    full_group = opd_group(
+    # the fakes sample every token with log-prob -1; the last token is not in the loss mask
+    full_group = make_opd_group(
         (0, "....xx.", Annotations(teacher=teacher)),
         (0, "....xx.", Annotations(teacher=teacher, old=old)),
         (None, "....xx.", Annotations(teacher=teacher)),
     )
-    actual = arrays(opd([full_group], OpdAdvantage()))[0]
+    actual = to_lists(opd([full_group], OpdAdvantage()))[0]
     assert actual == [[0] * 4 + [0.5, -2, 0], [0] * 4 + [1.5, -1, 0], [0] * 7]
-    limited = arrays(opd([full_group], OpdAdvantage(limit=1)))[0]
+    limited = to_lists(opd([full_group], OpdAdvantage(limit=1)))[0]
     assert limited[0] == [0] * 4 + [0.5, -1, 0]
 
 
@@ -296,13 +304,16 @@ def test_opd_of_groups_agrees_with_plain_loops(masks: list[list[bool]], seed: in
     texts = ["...." + "".join("x" if inside else "." for inside in mask) for mask in masks]
     annotations = [
         Annotations(
-            teacher=numbers(seed + n, len(text)), old=numbers(seed - n - 1 + 10**6, len(text))
+            teacher=draw_numbers(seed + n, len(text)),
+            old=draw_numbers(seed - n - 1 + 10**6, len(text)),
         )
         for n, text in enumerate(texts)
     ]
-    full_group = opd_group(*((1.0, text, a) for text, a in zip(texts, annotations, strict=True)))
+    full_group = make_opd_group(
+        *((1.0, text, a) for text, a in zip(texts, annotations, strict=True))
+    )
     for text, a, actual in zip(
-        texts, annotations, arrays(opd([full_group], OpdAdvantage(limit=limit)))[0], strict=True
+        texts, annotations, to_lists(opd([full_group], OpdAdvantage(limit=limit)))[0], strict=True
     ):
         assert a.teacher is not None
         assert a.old is not None
@@ -318,13 +329,13 @@ def test_opd_of_groups_agrees_with_plain_loops(masks: list[list[bool]], seed: in
 )
 def test_opd_depends_on_tokens_and_on_neither_score_nor_group(mask: str, cut: bool):
     annotations = Annotations(teacher=np.full(len(mask), -2.0))
-    full_group = opd_group((7, mask, annotations))
+    full_group = make_opd_group((7, mask, annotations))
     stop = StopReason.LENGTH if cut else StopReason.STOP
     [member] = full_group.members
     full_group = replace(
         full_group, members=(replace(member, sample=replace(member.sample, stop=stop)),)
     )
-    [[actual]] = arrays(opd([full_group], OpdAdvantage()))
+    [[actual]] = to_lists(opd([full_group], OpdAdvantage()))
     assert actual == [-1.0 if letter == "x" else 0.0 for letter in mask]
 
 
@@ -356,14 +367,14 @@ def test_missing_model_outputs_are_named(name: str, what: str):
 def test_every_option_can_be_set_in_a_recipe_and_has_an_effect(
     part: str, option: str, value: object
 ):
-    full_group = gae_group((1, "....xxx", [0.3] * 7), (0, "....x", [0.5] * 5), cut="xx")
+    full_group = make_gae_group((1, "....xxx", [0.3] * 7), (0, "....x", [0.5] * 5), cut="xx")
     annotations = [
         replace(m.annotations, teacher=np.zeros(m.sample.length)) for m in full_group.members
     ]
     batch = [annotated(full_group, *annotations)]
 
-    def first(**options: object) -> list[Any]:
+    def compute_advantages(**options: object) -> list[Any]:
         config = AlgorithmConfig.model_validate({"advantage": {"name": part, **options}})
-        return arrays(resolve_advantage(config)(batch))
+        return to_lists(resolve_advantage(config)(batch))
 
-    assert first() != first(**{option: value})
+    assert compute_advantages() != compute_advantages(**{option: value})

@@ -42,7 +42,9 @@ def test_prompt_mean_gives_each_group_equal_weight():
     assert actual == pytest.approx([1 / 4, 1 / 4, 1 / 12])
 
 
-def loss_by_loops(name: str, losses: list[list[float]], groups: list[int], limit: int) -> float:
+def compute_loss_by_loops(
+    name: str, losses: list[list[float]], groups: list[int], limit: int
+) -> float:
     """The definition, sample by sample and token by token."""
     trained = [(loss, group) for loss, group in zip(losses, groups, strict=True) if loss]
     if not trained:
@@ -74,7 +76,7 @@ def test_the_weighted_sum_is_the_definition(name: str, samples: list[tuple[int, 
     counts = np.array([len(loss) for loss in losses], np.int64)
     weights = resolve_aggregation(name)(counts, np.array(groups, np.int32), max_tokens=7)
     total = sum(weight * sum(loss) for weight, loss in zip(weights, losses, strict=True))
-    assert total == pytest.approx(loss_by_loops(name, losses, groups, 7), abs=1e-12)
+    assert total == pytest.approx(compute_loss_by_loops(name, losses, groups, 7), abs=1e-12)
 
 
 @pytest.mark.parametrize("name", ALL)

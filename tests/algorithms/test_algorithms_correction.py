@@ -35,17 +35,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def weights(variant: str, at: LossInputs) -> torch.Tensor:
-    options = options_of(variant)
-    return resolve("corrections", options.name)(at, options)
+def compute_weights(variant: str, inputs: LossInputs) -> torch.Tensor:
+    options = parse_options(variant)
+    return resolve("corrections", options.name)(inputs, options)
 
 
-def options_of(variant: str) -> Any:
+def parse_options(variant: str) -> Any:
     part = {"name": variant.split()[0], **VARIANTS[variant]}
     return AlgorithmConfig.model_validate({"loss": "ppo", "correction": part}).correction
 
 
-def inputs(
+def make_inputs(
     mu: Sequence[float],
     old: Sequence[float],
     *,
@@ -66,12 +66,12 @@ def inputs(
     )
 
 
-def random_inputs(seed: int, *, sequences: Sequence[int] = (5, 1, 9)) -> LossInputs:
-    draw = torch.Generator().manual_seed(seed)
+def make_random_inputs(seed: int, *, sequences: Sequence[int] = (5, 1, 9)) -> LossInputs:
+    rng = torch.Generator().manual_seed(seed)
     tokens = sum(sequences)
 
     def rand(scale: float) -> torch.Tensor:
-        return torch.randn(tokens, generator=draw, dtype=torch.float64) * scale
+        return torch.randn(tokens, generator=rng, dtype=torch.float64) * scale
 
     behaviour_T = -rand(1).abs() - 0.5
     return LossInputs(
@@ -84,9 +84,9 @@ def random_inputs(seed: int, *, sequences: Sequence[int] = (5, 1, 9)) -> LossInp
     )
 
 
-def by_loops(o: Any, at: LossInputs) -> list[float]:
-    now, old, mu = (x.tolist() for x in (at.logprobs_T, at.old_T, at.behaviour_T))
-    sequence, advantages = at.sequence_T.tolist(), at.advantages_T.tolist()
+def compute_by_loops(o: Any, inputs: LossInputs) -> list[float]:
+    now, old, mu = (x.tolist() for x in (inputs.logprobs_T, inputs.old_T, inputs.behaviour_T))
+    sequence, advantages = inputs.sequence_T.tolist(), inputs.advantages_T.tolist()
     result: list[float] = []
     for t in range(len(now)):
         same = [u for u in range(len(now)) if sequence[u] == sequence[t]]
@@ -108,8 +108,8 @@ def by_loops(o: Any, at: LossInputs) -> list[float]:
                 mean = sum(math.exp(x) - 1 - x for x in logs) / len(logs)
                 value = 1.0 if mean <= o.max_kl else 0.0
             case _:
-                fall = sum(mu[u] - old[u] for u in same) / len(same)
-                value = 0.0 if advantages[t] < 0 and fall > o.delta else 1.0
+                decrease = sum(mu[u] - old[u] for u in same) / len(same)
+                value = 0.0 if advantages[t] < 0 and decrease > o.delta else 1.0
         result.append(value)
     return result
 
@@ -117,8 +117,10 @@ def by_loops(o: Any, at: LossInputs) -> list[float]:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_weight_is_the_formula_in_plain_loops(variant: str, seed: int):
-    at = random_inputs(seed)
-    assert weights(variant, at).tolist() == pytest.approx(by_loops(options_of(variant), at))
+    inputs = make_random_inputs(seed)
+    assert compute_weights(variant, inputs).tolist() == pytest.approx(
+        compute_by_loops(parse_options(variant), inputs)
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,49 +140,51 @@ def test_the_weight_is_the_formula_in_plain_loops(variant: str, seed: int):
     ],
 )
 def test_weights_by_hand(variant: str, expected: list[float]):
-    at = inputs([0.5, 0.4, 0.1, 0.3], [0.25, 0.6, 0.9, 0.3], sequence=[0, 0, 1, 1])
-    assert weights(variant, at).tolist() == pytest.approx(expected)
+    inputs = make_inputs([0.5, 0.4, 0.1, 0.3], [0.25, 0.6, 0.9, 0.3], sequence=[0, 0, 1, 1])
+    assert compute_weights(variant, inputs).tolist() == pytest.approx(expected)
 
 
 def test_geometric_lets_opposite_errors_cancel_and_k3_does_not():
-    at = inputs([0.4, 0.2], [0.2, 0.4])
-    assert weights("geometric", at).tolist() == [1, 1]
-    assert weights("k3", at).tolist() == [0, 0]
+    inputs = make_inputs([0.4, 0.2], [0.2, 0.4])
+    assert compute_weights("geometric", inputs).tolist() == [1, 1]
+    assert compute_weights("k3", inputs).tolist() == [0, 0]
 
 
 def test_opsm_drops_bad_samples_that_the_policy_left_behind():
-    # samples: bad and left, bad and kept, good and left
-    at = inputs([0.5] * 3, [0.2, 0.5, 0.2], advantage=[-1, -1, 1], sequence=[0, 1, 2])
-    assert weights("opsm", at).tolist() == [0, 1, 1]
+    # samples: A < 0 and less likely now, A < 0 and unchanged, A > 0 and less likely now
+    inputs = make_inputs([0.5] * 3, [0.2, 0.5, 0.2], advantage=[-1, -1, 1], sequence=[0, 1, 2])
+    assert compute_weights("opsm", inputs).tolist() == [0, 1, 1]
 
 
 def test_opsm_uses_the_start_of_the_step_and_drops_the_same_in_every_pass():
-    at = inputs([0.9], [0.5], now=[0.9], advantage=[-1])
-    assert weights("opsm", at).tolist() == [0]
+    inputs = make_inputs([0.9], [0.5], now=[0.9], advantage=[-1])
+    assert compute_weights("opsm", inputs).tolist() == [0]
     assert AlgorithmConfig.model_validate({"correction": "opsm"}).needs_old_logprobs
 
 
 def test_the_loss_under_opsm_is_on_the_behaviour_policy():
-    at = inputs([0.4], [0.1], now=[0.44])
+    inputs = make_inputs([0.4], [0.1], now=[0.44])
     parts = AlgorithmConfig.model_validate({"loss": "ppo", "correction": "opsm"})
-    assert build_objective(parts)(at).total.item() == pytest.approx(-1.1)
+    assert build_objective(parts)(inputs).total.item() == pytest.approx(-1.1)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_equal_policies_are_weighed_by_one(variant: str):
-    assert weights(variant, inputs([0.3, 0.7], [0.3, 0.7])).tolist() == pytest.approx([1, 1])
+    assert compute_weights(variant, make_inputs([0.3, 0.7], [0.3, 0.7])).tolist() == pytest.approx(
+        [1, 1]
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_tokens_have_no_weights(variant: str):
-    assert weights(variant, random_inputs(0, sequences=())).shape == (0,)
+    assert compute_weights(variant, make_random_inputs(0, sequences=())).shape == (0,)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_weights_have_no_gradient_and_are_finite_for_any_mismatch(variant: str):
-    far = [0.0, -200.0, -1e4]
-    grid = torch.tensor([(pi, mu, old) for pi in far for mu in far for old in far])
-    at = LossInputs(
+    extremes = [0.0, -200.0, -1e4]
+    grid = torch.tensor([(pi, mu, old) for pi in extremes for mu in extremes for old in extremes])
+    inputs = LossInputs(
         logprobs_T=grid[:, 0].clone().requires_grad_(),
         behaviour_T=grid[:, 1],
         old_T=grid[:, 2].clone().requires_grad_(),
@@ -188,7 +192,7 @@ def test_weights_have_no_gradient_and_are_finite_for_any_mismatch(variant: str):
         weights_T=torch.ones(27),
         sequence_T=torch.arange(27) // 3,
     )
-    result = weights(variant, at)
+    result = compute_weights(variant, inputs)
     assert torch.isfinite(result).all()
     assert (result >= 0).all()
     assert not result.requires_grad
@@ -198,19 +202,22 @@ def test_weights_have_no_gradient_and_are_finite_for_any_mismatch(variant: str):
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 1000), low=st.floats(0.1, 10), high=st.floats(0.1, 10))
 def test_a_larger_cap_never_lowers_a_weight(seed: int, low: float, high: float):
-    at, (low, high) = random_inputs(seed), sorted((low, high))
+    inputs, (low, high) = make_random_inputs(seed), sorted((low, high))
     for name in ("token_tis", "sequence_tis", "decoupled"):
         function = resolve("corrections", name)
-        kind = type(options_of(name))
-        small, large = function(at, kind(cap=low)), function(at, kind(cap=high))
+        options_type = type(parse_options(name))
+        small, large = (
+            function(inputs, options_type(cap=low)),
+            function(inputs, options_type(cap=high)),
+        )
         assert (small <= large + 1e-12).all()
         assert (large <= high + 1e-9).all()
 
 
-def credited(correction: str, mu: Sequence[float], old: Sequence[float]) -> tuple[Any, Any]:
-    """What a batch of one-token samples of one group is given; every other one is a bad one."""
+def assign_credit(correction: str, mu: Sequence[float], old: Sequence[float]) -> tuple[Any, Any]:
+    """Assign credit to a group of one-token samples with the scores 1, 0, 1, 0, …"""
     parts = {"loss": "ppo", "correction": correction}
-    recipe = recipe_of(Path("none"), algorithm=parts, data=toy_domain())
+    recipe = recipe_of(Path("none"), algorithm=parts, data=make_toy_domain())
     full_group = group([float(index % 2 == 0) for index in range(len(mu))])
     logs = [np.full(5, math.log(p), np.float32) for p in mu]
     members = tuple(
@@ -219,20 +226,20 @@ def credited(correction: str, mu: Sequence[float], old: Sequence[float]) -> tupl
     )
     full_group = replace(full_group, members=members)
     batch = collate([full_group])
-    # Prompts have four tokens, whose log-probs mean nothing and may be anything.
+    # The log-probs of the four prompt tokens are unused and may have any value.
     old_N = np.where(batch.loss_mask_N, np.repeat(np.log(old), batch.lengths_B), -np.inf)
     credit = CreditAssigner(recipe, base=None)
     return credit.assign([full_group], replace(batch, old_logprobs_N=old_N))
 
 
-def toy_domain() -> dict[str, Any]:
+def make_toy_domain() -> dict[str, Any]:
     return {"domains": {"toy": {"source": "none.jsonl"}}}
 
 
 @pytest.mark.parametrize("name", ["geometric", "k3", "icepop", "opsm"])
 def test_a_dropped_token_enters_neither_the_sum_nor_the_denominator(name: str):
-    # the second sample is a bad one that the policy left; the other two are as they were drawn
-    batch, means = credited(name, [0.3, 0.9, 0.3], [0.3, 0.1, 0.3])
+    # the second sample has A < 0 and is less likely now; the other two are on-policy
+    batch, means = assign_credit(name, [0.3, 0.9, 0.3], [0.3, 0.1, 0.3])
     trained = batch.weights_N[batch.loss_mask_N]
     assert trained.tolist() == pytest.approx([1 / 2, 0, 1 / 2])
     assert batch.weights_N[~batch.loss_mask_N].tolist() == [0] * 12
@@ -241,20 +248,20 @@ def test_a_dropped_token_enters_neither_the_sum_nor_the_denominator(name: str):
 
 @pytest.mark.parametrize("name", ["geometric", "k3", "icepop"])
 def test_if_everything_is_dropped_nothing_is_trained(name: str):
-    batch, means = credited(name, [0.9, 0.9], [0.1, 0.1])
+    batch, means = assign_credit(name, [0.9, 0.9], [0.1, 0.1])
     assert batch.weights_N.tolist() == [0] * 10
     assert means["dropped_share"] == 1
 
 
 def test_dropped_tokens_are_counted_by_the_sign_of_their_advantage():
     # old/mu is 9, 0.1, 9, 1: the first three are outside of icepop's [0.5, 5]
-    _, means = credited("icepop", [0.1, 0.5, 0.1, 0.5], [0.9, 0.05, 0.9, 0.5])
+    _, means = assign_credit("icepop", [0.1, 0.5, 0.1, 0.5], [0.9, 0.05, 0.9, 0.5])
     shares = [means[f"dropped_share{sign}"] for sign in ("", "_positive", "_negative")]
     assert shares == pytest.approx([3 / 4, 2 / 4, 1 / 4])
 
 
 def test_the_mean_weight_and_the_mismatch_are_reported():
-    _, means = credited("token_tis", [0.2, 0.5], [0.3, 0.5])
+    _, means = assign_credit("token_tis", [0.2, 0.5], [0.3, 0.5])
     assert means["correction_weight"] == pytest.approx((1.5 + 1) / 2)
     assert means["engine_kl"] == pytest.approx((1.5 - 1 - math.log(1.5)) / 2)
 
@@ -266,62 +273,64 @@ def test_a_cheap_old_policy_lies_between_behaviour_and_now():
     assert not old.requires_grad
 
 
-def interpolated(cap: float = 2.0) -> AlgorithmConfig:
+def make_interpolated_config(cap: float = 2.0) -> AlgorithmConfig:
     part = {"name": "decoupled", "old": "interpolated", "cap": cap}
     return AlgorithmConfig.model_validate({"loss": "ppo", "correction": part})
 
 
-def aged(seed: int) -> LossInputs:
-    at = random_inputs(seed)
-    return replace(at, age_T=torch.arange(len(at.logprobs_T)) % 4)
+def make_aged_inputs(seed: int) -> LossInputs:
+    inputs = make_random_inputs(seed)
+    return replace(inputs, age_T=torch.arange(len(inputs.logprobs_T)) % 4)
 
 
 def test_the_interpolated_decoupled_loss_by_hand():
     # age 2: log pi_old = (log 0.2 + log 0.45) / 2 = log 0.3; w = 1.5, r = 1.5 clipped to 1.2
-    at = replace(inputs([0.2], [0.9], now=[0.45]), age_T=torch.tensor([2]))
-    loss = build_objective(interpolated())(at)
+    inputs = replace(make_inputs([0.2], [0.9], now=[0.45]), age_T=torch.tensor([2]))
+    loss = build_objective(make_interpolated_config())(inputs)
     assert loss.total.item() == pytest.approx(-1.5 * 1.2)
-    assert build_objective(interpolated(cap=1.25))(at).total.item() == pytest.approx(-1.25 * 1.2)
+    assert build_objective(make_interpolated_config(cap=1.25))(
+        inputs
+    ).total.item() == pytest.approx(-1.25 * 1.2)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_interpolated_decoupled_loss_in_plain_loops(seed: int):
-    at = aged(seed)
-    assert at.age_T is not None
+    inputs = make_aged_inputs(seed)
+    assert inputs.age_T is not None
     total = 0.0
-    streams = (at.logprobs_T, at.behaviour_T, at.advantages_T, at.age_T)
+    streams = (inputs.logprobs_T, inputs.behaviour_T, inputs.advantages_T, inputs.age_T)
     for now, mu, a, age in zip(*(x.tolist() for x in streams), strict=True):
         old = mu / age + (1 - 1 / age) * now if age else now
         r = math.exp(now - old)
         surrogate = min(r * a, min(max(r, 0.8), 1.2) * a)
         total -= min(math.exp(old - mu), 2) * (max(surrogate, 3 * a) if a < 0 else surrogate)
-    assert build_objective(interpolated())(at).total.item() == pytest.approx(total)
+    assert build_objective(make_interpolated_config())(inputs).total.item() == pytest.approx(total)
 
 
 def test_the_interpolated_old_policy_and_its_weight_are_held_fixed_in_the_gradient():
-    at = aged(4)
-    assert at.age_T is not None
-    old_T = interpolated_old(at.behaviour_T, at.logprobs_T, at.age_T)
-    fixed = replace(at, old_T=old_T)
-    learner = AlgorithmConfig.model_validate({"loss": "ppo", "correction": "decoupled"})
-    weights_T = resolve_correction(learner)(fixed)
+    inputs = make_aged_inputs(4)
+    assert inputs.age_T is not None
+    old_T = interpolated_old(inputs.behaviour_T, inputs.logprobs_T, inputs.age_T)
+    fixed = replace(inputs, old_T=old_T)
+    decoupled = AlgorithmConfig.model_validate({"loss": "ppo", "correction": "decoupled"})
+    weights_T = resolve_correction(decoupled)(fixed)
     totals = (
-        build_objective(interpolated())(at).total,
-        build_objective(learner)(replace(fixed, weights_T=weights_T)).total,
+        build_objective(make_interpolated_config())(inputs).total,
+        build_objective(decoupled)(replace(fixed, weights_T=weights_T)).total,
     )
-    actual, expected = (torch.autograd.grad(total, at.logprobs_T)[0] for total in totals)
+    actual, expected = (torch.autograd.grad(total, inputs.logprobs_T)[0] for total in totals)
     assert actual.tolist() == pytest.approx(expected.tolist(), abs=1e-14)
 
     def value(logprobs_T: torch.Tensor) -> torch.Tensor:
         moved = replace(fixed, logprobs_T=logprobs_T, weights_T=weights_T)
-        return build_objective(learner)(moved).total
+        return build_objective(decoupled)(moved).total
 
-    assert torch.autograd.gradcheck(value, (at.logprobs_T,))
+    assert torch.autograd.gradcheck(value, (inputs.logprobs_T,))
 
 
 def test_an_old_policy_cannot_be_interpolated_without_the_age_of_tokens():
     with pytest.raises(ConfigError, match="needs the age of each token"):
-        build_objective(interpolated())(random_inputs(0))
+        build_objective(make_interpolated_config())(make_random_inputs(0))
 
 
 @pytest.mark.parametrize("name", sorted(NAMES["corrections"]))
@@ -354,5 +363,5 @@ def test_every_option_can_be_set_in_a_recipe_and_has_an_effect(
         part = {"name": name, option: value}
         parts = AlgorithmConfig.model_validate({"loss": "ppo", "correction": part})
         correct = resolve_correction(parts)
-        results.append([x for s in range(4) for x in correct(random_inputs(s)).tolist()])
+        results.append([x for s in range(4) for x in correct(make_random_inputs(s)).tolist()])
     assert results[0] != results[1]

@@ -36,10 +36,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def recipe(
+def make_recipe(
     a: dict[str, Any], b: dict[str, Any] | None = None, *, model: str = "m", **sections: Any
 ) -> Recipe:
-    """Domain "a" with its algorithm, and "b" with another where one is given."""
+    """A recipe of domain "a" and, if given, domain "b", with one algorithm each."""
     algorithms = {"a": a} if b is None else {"a": a, "b": b}
     domains = {
         name: {"source": f"{name}.jsonl", "algorithm": algorithm}
@@ -48,15 +48,15 @@ def recipe(
     return parse_recipe({"model": {"path": model}, "data": {"domains": domains}, **sections})
 
 
-def credit_of(
+def make_assigner(
     a: dict[str, Any], b: dict[str, Any] | None = None, **sections: Any
 ) -> CreditAssigner:
-    return CreditAssigner(recipe(a, b, **sections), base=None)
+    return CreditAssigner(make_recipe(a, b, **sections), base=None)
 
 
-def batch_of(groups: Sequence[Group], credit: CreditAssigner, **streams: Any) -> Batch:
-    """Collated as the pipeline does it; a stream is a number, or a value for each trained token."""
-    batch = collate(groups, select_members=credit.trained_members)
+def collate_batch(groups: Sequence[Group], assigner: CreditAssigner, **streams: Any) -> Batch:
+    """Collate as the pipeline does. A stream is one number, or a value for each trained token."""
+    batch = collate(groups, select_members=assigner.trained_members)
     given: dict[str, Any] = {}
     for name, values in streams.items():
         stream_N = np.zeros(batch.tokens)
@@ -65,14 +65,14 @@ def batch_of(groups: Sequence[Group], credit: CreditAssigner, **streams: Any) ->
     return replace(batch, **given)
 
 
-def trained(batch: Batch, values_N: Any) -> list[float]:
-    """The values of the trained tokens; all others are 0."""
+def select_trained(batch: Batch, values_N: Any) -> list[float]:
+    """The values of the trained tokens; asserts that all others are 0."""
     assert values_N is not None
     assert not np.any(values_N[~batch.loss_mask_N])
     return values_N[batch.loss_mask_N].tolist()
 
 
-def cut(of: Group, index: int) -> Group:
+def truncate_member(of: Group, index: int) -> Group:
     """The group with one truncated member."""
     members = list(of.members)
     sample = replace(members[index].sample, stop=StopReason.LENGTH)
@@ -81,21 +81,23 @@ def cut(of: Group, index: int) -> Group:
 
 
 def test_segments_of_a_sample_share_its_credit():
-    credit = credit_of({"advantage": "dr_grpo", "aggregation": "token_mean"})
+    assigner = make_assigner({"advantage": "dr_grpo", "aggregation": "token_mean"})
     full = group([1, 0], texts=["wxyz", "v"], of=A)
-    cut_up = replace(full.members[0], sample=replace(full.members[0].sample, segment_starts=(5,)))
-    groups = [replace(full, members=(cut_up, full.members[1]))]
-    batch, _ = credit.assign(groups, batch_of(groups, credit))
+    segmented = replace(
+        full.members[0], sample=replace(full.members[0].sample, segment_starts=(5,))
+    )
+    groups = [replace(full, members=(segmented, full.members[1]))]
+    batch, _ = assigner.assign(groups, collate_batch(groups, assigner))
     assert batch.lengths_B.tolist() == [5, 2, 4]
-    # The first token of the second segment has nothing before it.
-    assert trained(batch, batch.advantages_N) == [0.5, 0.5, 0.5, -0.5]
-    assert trained(batch, batch.weights_N) == [0.25] * 4
+    # The first token of the second segment has no context and is not trained.
+    assert select_trained(batch, batch.advantages_N) == [0.5, 0.5, 0.5, -0.5]
+    assert select_trained(batch, batch.weights_N) == [0.25] * 4
     assert batch.scores_B is not None
     assert batch.scores_B.tolist() == [1, 1, 0]
 
 
 def test_two_domains_have_their_own_advantages_denominators_and_factors():
-    credit = credit_of(
+    assigner = make_assigner(
         {"advantage": "dr_grpo", "aggregation": "token_mean"},
         {
             "advantage": "grpo",
@@ -109,13 +111,13 @@ def test_two_domains_have_their_own_advantages_denominators_and_factors():
         group([0, 2], uid=1, of=B, texts=["p", "qr"]),
         group([4, 2], uid=2, of=A, texts=["u", "v"]),
     ]
-    batch, _ = credit.assign(groups, batch_of(groups, credit))
-    share = 1 / (sqrt(2) + 1e-6)
-    assert trained(batch, batch.advantages_N) == pytest.approx(
-        [0.5, -0.5, -0.5, -share, share, share, 1, -1]
+    batch, _ = assigner.assign(groups, collate_batch(groups, assigner))
+    normalised = 1 / (sqrt(2) + 1e-6)
+    assert select_trained(batch, batch.advantages_N) == pytest.approx(
+        [0.5, -0.5, -0.5, -normalised, normalised, normalised, 1, -1]
     )
-    # five tokens of "a" count 1/5 each; of "b" two samples of 1/2, shared by their tokens, thrice
-    assert trained(batch, batch.weights_N) == pytest.approx(
+    # "a": five tokens of 1/5; "b": two samples of 1/2, divided by their tokens, times 3
+    assert select_trained(batch, batch.weights_N) == pytest.approx(
         [1 / 5, 1 / 5, 1 / 5, 3 / 2, 3 / 4, 3 / 4, 1 / 5, 1 / 5]
     )
     assert batch.component_N is not None
@@ -127,21 +129,21 @@ def test_two_domains_have_their_own_advantages_denominators_and_factors():
 
 
 def test_streams_that_no_algorithm_needs_are_absent():
-    credit = credit_of({})
+    assigner = make_assigner({})
     groups = [group([1, 0], of=A)]
-    batch, means = credit.assign(groups, batch_of(groups, credit))
+    batch, means = assigner.assign(groups, collate_batch(groups, assigner))
     assert batch.kl_weights_N is None
     assert batch.entropy_weights_N is None
     assert batch.returns_N is None
     assert means == {}
-    assert credit.metrics == {}
+    assert assigner.metrics == {}
 
 
 def test_domains_of_one_algorithm_are_one_component_with_one_denominator():
-    credit = credit_of({"loss": "ppo"}, {"loss": "ppo"})
+    assigner = make_assigner({"loss": "ppo"}, {"loss": "ppo"})
     groups = [group([1, 0], uid=0, of=A), group([1, 0], uid=1, of=B, texts=["xyz", "x"])]
-    batch, _ = credit.assign(groups, batch_of(groups, credit))
-    assert trained(batch, batch.weights_N) == pytest.approx([1 / 6] * 6)
+    batch, _ = assigner.assign(groups, collate_batch(groups, assigner))
+    assert select_trained(batch, batch.weights_N) == pytest.approx([1 / 6] * 6)
     assert batch.component_N is not None
     assert not batch.component_N.any()
 
@@ -178,7 +180,7 @@ DROPS: dict[str, tuple[dict[str, Any], list[float], list[float]]] = {
 @pytest.mark.parametrize("case", DROPS)
 def test_dropped_tokens_leave_the_policys_denominator_and_stay_in_that_of_kl_and_entropy(case: str):
     correction, old, weights = DROPS[case]
-    credit = credit_of(
+    assigner = make_assigner(
         {
             "loss": "ppo",
             "correction": correction,
@@ -188,21 +190,23 @@ def test_dropped_tokens_leave_the_policys_denominator_and_stay_in_that_of_kl_and
         }
     )
     groups = [group([1, 0], of=A, texts=["xyz", "uvw"])]
-    annotated = batch_of(groups, credit, old_logprobs_N=old, reference_logprobs_N=-1)
-    batch, means = credit.assign(groups, annotated)
-    assert trained(batch, batch.weights_N) == pytest.approx([2 * weight for weight in weights])
-    assert trained(batch, batch.kl_weights_N) == pytest.approx([2 * 0.6 / 6] * 6)
-    assert trained(batch, batch.entropy_weights_N) == pytest.approx([2 * 0.3 / 6] * 6)
+    annotated = collate_batch(groups, assigner, old_logprobs_N=old, reference_logprobs_N=-1)
+    batch, means = assigner.assign(groups, annotated)
+    assert select_trained(batch, batch.weights_N) == pytest.approx(
+        [2 * weight for weight in weights]
+    )
+    assert select_trained(batch, batch.kl_weights_N) == pytest.approx([2 * 0.6 / 6] * 6)
+    assert select_trained(batch, batch.entropy_weights_N) == pytest.approx([2 * 0.3 / 6] * 6)
     assert means["dropped_share"] == pytest.approx(weights.count(0) / 6)
     assert {f"train/mean/{name}" for name in means} <= METRICS.keys()
 
 
 def test_a_truncated_weight_is_a_factor_of_its_token_and_changes_no_denominator():
-    credit = credit_of({"loss": "ppo", "correction": "token_tis"})
+    assigner = make_assigner({"loss": "ppo", "correction": "token_tis"})
     groups = [group([1, 0], of=A, texts=["xy", "z"])]
     old = [-1 + log(1.5), -1 + log(9), -1 - log(4)]
-    batch, means = credit.assign(groups, batch_of(groups, credit, old_logprobs_N=old))
-    assert trained(batch, batch.weights_N) == pytest.approx([1.5 / 3, 2 / 3, 0.25 / 3])
+    batch, means = assigner.assign(groups, collate_batch(groups, assigner, old_logprobs_N=old))
+    assert select_trained(batch, batch.weights_N) == pytest.approx([1.5 / 3, 2 / 3, 0.25 / 3])
     assert means["correction_weight"] == pytest.approx((1.5 + 2 + 0.25) / 3)
     # k3 of x = 1.5, 9, 1/4
     expected = sum(x - 1 - log(x) for x in (1.5, 9, 0.25)) / 3
@@ -214,9 +218,9 @@ def test_tokens_that_are_dropped_in_one_domain_change_nothing_in_the_other():
     groups = [group([1, 0], uid=0, of=A), group([1, 0], uid=1, of=B)]
     weights: list[list[float]] = []
     for old in ([-1, -1, -1, -1], [9, -1, -1, -1]):
-        credit = credit_of(icepop, {"loss": "ppo", "correction": "token_tis"})
-        batch, _ = credit.assign(groups, batch_of(groups, credit, old_logprobs_N=old))
-        weights.append(trained(batch, batch.weights_N))
+        assigner = make_assigner(icepop, {"loss": "ppo", "correction": "token_tis"})
+        batch, _ = assigner.assign(groups, collate_batch(groups, assigner, old_logprobs_N=old))
+        weights.append(select_trained(batch, batch.weights_N))
     assert weights[0] == pytest.approx([0.5] * 4)
     assert weights[1] == pytest.approx([0, 1, 0.5, 0.5])
 
@@ -250,26 +254,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("tiny"), hidden=16)
 
 
-def annotated_at_random(groups: Sequence[Group]) -> Batch:
+def make_annotated_batch(groups: Sequence[Group]) -> Batch:
     batch = collate(groups)
     random = np.random.default_rng(3)
 
-    def near_N(size: float) -> Any:
+    def perturb_logprobs(size: float) -> Any:
         return batch.logprobs_N + np.where(
             batch.loss_mask_N, random.normal(0, size, batch.tokens), 0
         )
 
     return replace(
         batch,
-        logprobs_N=near_N(0.3) - 3.0 * batch.loss_mask_N,
-        old_logprobs_N=near_N(0.3) - 3.0 * batch.loss_mask_N,
-        reference_logprobs_N=near_N(0.3) - 3.0 * batch.loss_mask_N,
+        logprobs_N=perturb_logprobs(0.3) - 3.0 * batch.loss_mask_N,
+        old_logprobs_N=perturb_logprobs(0.3) - 3.0 * batch.loss_mask_N,
+        reference_logprobs_N=perturb_logprobs(0.3) - 3.0 * batch.loss_mask_N,
         values_N=np.where(batch.loss_mask_N, random.normal(size=batch.tokens), 0.0),
         last_values_B=random.normal(size=batch.rows),
     )
 
 
-def gradient(strategy: LocalStrategy, algorithms: Any, batch: Batch) -> torch.Tensor:
+def compute_gradient(strategy: LocalStrategy, algorithms: Any, batch: Batch) -> torch.Tensor:
     strategy.module.zero_grad()
     strategy.forward_backward(batch, build_objective(algorithms))
     return torch.cat([p.grad.flatten() for p in strategy.module.parameters() if p.grad is not None])
@@ -284,32 +288,32 @@ def test_a_mixed_batch_has_the_gradients_of_its_domains_alone_added_up(case: str
         group([3, 1], uid=2, of=A, texts=["9", "80"]),
         group([1, 1.5, 0], uid=3, of=B, texts=["6", "7", "89"]),
     ]
-    full = annotated_at_random(groups)
-    both = recipe(a, b, model=str(folder))
+    full = make_annotated_batch(groups)
+    both = make_recipe(a, b, model=str(folder))
     strategy = LocalStrategy(both)
     strategy.module.double()
     widen_norms(strategy.module)
     credited, _ = CreditAssigner(both, base=None).assign(groups, full)
-    mixed = gradient(strategy, both.algorithms, credited)
+    mixed = compute_gradient(strategy, both.algorithms, credited)
 
     summed = torch.zeros_like(mixed)
     for name, algorithm in (("a", a), ("b", b)):
         own = [of for of in groups if of.prompt.domain == name]
-        places = [n for n, uid in enumerate(full.uids) if uid.group in {of.uid for of in own}]
-        alone = recipe(algorithm) if name == "a" else _only_b(algorithm)
-        part, _ = CreditAssigner(alone, base=None).assign(own, full.take(places))
-        summed += gradient(strategy, alone.algorithms, part)
+        row_indices = [n for n, uid in enumerate(full.uids) if uid.group in {of.uid for of in own}]
+        alone = make_recipe(algorithm) if name == "a" else _make_recipe_of_b(algorithm)
+        part, _ = CreditAssigner(alone, base=None).assign(own, full.take(row_indices))
+        summed += compute_gradient(strategy, alone.algorithms, part)
     assert summed.norm() > 0
     assert (mixed - summed).norm() / summed.norm() <= 1e-10
 
 
-def _only_b(algorithm: dict[str, Any]) -> Recipe:
+def _make_recipe_of_b(algorithm: dict[str, Any]) -> Recipe:
     domains = {"b": {"source": "b.jsonl", "algorithm": algorithm}}
     return parse_recipe({"model": {"path": "m"}, "data": {"domains": domains}})
 
 
-def old_and_mu(correction: str) -> tuple[list[float], list[float]]:
-    """Old log-probs, and those that stand for the policy of the reward: mu under bypass."""
+def make_old_and_policy(correction: str) -> tuple[list[float], list[float]]:
+    """Old log-probs, and the policy log-probs of the KL in the reward: mu under bypass."""
     old = [-0.5, -1.5, -2.0, -1.0, -0.75, -1.25]
     return old, ([-1.0] * 6 if correction == "bypass" else old)
 
@@ -318,8 +322,8 @@ REFERENCE = [-0.9, -1.0, -2.5, -0.5, -1.75, -1.25]
 KL_LENGTHS, KL_SCORES = [1, 2, 3], [1.0, 0.0, 0.5]
 
 
-def with_kl_in_reward(advantage: Any, correction: str) -> tuple[list[float], dict[str, float]]:
-    credit = credit_of(
+def assign_with_reward_kl(advantage: Any, correction: str) -> tuple[list[float], dict[str, float]]:
+    assigner = make_assigner(
         {
             "advantage": advantage,
             "loss": "ppo",
@@ -328,32 +332,32 @@ def with_kl_in_reward(advantage: Any, correction: str) -> tuple[list[float], dic
         }
     )
     groups = [group(KL_SCORES, of=A, texts=["x", "yz", "uvw"])]
-    old, _ = old_and_mu(correction)
+    old, _ = make_old_and_policy(correction)
     streams: dict[str, Any] = {"reference_logprobs_N": REFERENCE}
     if correction != "bypass":
         streams["old_logprobs_N"] = old
-    batch, means = credit.assign(groups, batch_of(groups, credit, **streams))
+    batch, means = assigner.assign(groups, collate_batch(groups, assigner, **streams))
     assert batch.kl_weights_N is None, "it is in the reward, and not in the loss as well"
-    return trained(batch, batch.advantages_N), means
+    return select_trained(batch, batch.advantages_N), means
 
 
 @pytest.mark.parametrize("correction", ["bypass", "none"])
 def test_a_kl_in_the_reward_is_taken_from_the_score_where_a_sample_has_one_advantage(
     correction: str,
 ):
-    _, policy = old_and_mu(correction)
+    _, policy = make_old_and_policy(correction)
     rewards: list[float] = []
-    place = 0
+    position = 0
     for length, score in zip(KL_LENGTHS, KL_SCORES, strict=True):
         for _ in range(length):
-            score -= 0.2 * (policy[place] - REFERENCE[place])
-            place += 1
+            score -= 0.2 * (policy[position] - REFERENCE[position])
+            position += 1
         rewards.append(score)
-    middle = sum(rewards) / 3
+    mean = sum(rewards) / 3
     expected = [
-        reward - middle for reward, n in zip(rewards, KL_LENGTHS, strict=True) for _ in range(n)
+        reward - mean for reward, n in zip(rewards, KL_LENGTHS, strict=True) for _ in range(n)
     ]
-    actual, means = with_kl_in_reward("dr_grpo", correction)
+    actual, means = assign_with_reward_kl("dr_grpo", correction)
     assert actual == pytest.approx(expected)
     k1 = sum(p - r for p, r in zip(policy, REFERENCE, strict=True))
     assert means["reward_kl"] == pytest.approx(k1 / 6)
@@ -364,20 +368,20 @@ def test_a_kl_in_the_reward_is_taken_from_the_score_where_a_sample_has_one_advan
 def test_a_kl_in_the_reward_is_taken_from_its_own_token_where_tokens_have_returns(
     correction: str, gamma: float
 ):
-    _, policy = old_and_mu(correction)
+    _, policy = make_old_and_policy(correction)
     returns: list[float] = []
-    place = 0
+    position = 0
     for length, score in zip(KL_LENGTHS, KL_SCORES, strict=True):
-        own = [-0.2 * (policy[place + n] - REFERENCE[place + n]) for n in range(length)]
+        own = [-0.2 * (policy[position + n] - REFERENCE[position + n]) for n in range(length)]
         own[-1] += score
-        place += length
+        position += length
         for first in range(length):
             later = own[first:]
             returns.append(sum(gamma**n * reward for n, reward in enumerate(later)))
-    middle = sum(returns) / 6
-    std = sqrt(sum((value - middle) ** 2 for value in returns) / 5)
-    expected = [(value - middle) / (std + 1e-6) for value in returns]
-    actual, _ = with_kl_in_reward({"name": "reinforce++", "gamma": gamma}, correction)
+    mean = sum(returns) / 6
+    std = sqrt(sum((value - mean) ** 2 for value in returns) / 5)
+    expected = [(value - mean) / (std + 1e-6) for value in returns]
+    actual, _ = assign_with_reward_kl({"name": "reinforce++", "gamma": gamma}, correction)
     assert actual == pytest.approx(expected)
 
 
@@ -389,25 +393,25 @@ STATEFUL: dict[str, Any] = {
 }
 
 
-def assign(credit: CreditAssigner, scores: Sequence[float], *, uid: int = 0) -> Batch:
+def assign(assigner: CreditAssigner, scores: Sequence[float], *, uid: int = 0) -> Batch:
     groups = [group(scores, uid=uid, of=A)]
-    batch, _ = credit.assign(groups, batch_of(groups, credit, reference_logprobs_N=-1))
+    batch, _ = assigner.assign(groups, collate_batch(groups, assigner, reference_logprobs_N=-1))
     return batch
 
 
 def test_running_statistics_are_of_every_score_so_far_and_of_this_batch():
-    credit = credit_of({"shaping": {"mean": "running"}, "advantage": "reinforce"})
-    assert assign(credit, [1, 3]).advantages_N[-1] == 3 - 2
-    assert assign(credit, [8, 4]).advantages_N[-1] == 4 - (1 + 3 + 8 + 4) / 4
+    assigner = make_assigner({"shaping": {"mean": "running"}, "advantage": "reinforce"})
+    assert assign(assigner, [1, 3]).advantages_N[-1] == 3 - 2
+    assert assign(assigner, [8, 4]).advantages_N[-1] == 4 - (1 + 3 + 8 + 4) / 4
 
 
 def test_running_statistics_and_coefficients_continue_only_after_a_restore():
-    first = credit_of(STATEFUL)
+    first = make_assigner(STATEFUL)
     assign(first, [1, 0, 4])
     first.update_kl_coefficients(3, {"kl": 1.0})
-    kept = json.loads(json.dumps(first.state()))
-    resumed, fresh = credit_of(STATEFUL), credit_of(STATEFUL)
-    resumed.restore(kept)
+    saved_state = json.loads(json.dumps(first.state()))
+    resumed, fresh = make_assigner(STATEFUL), make_assigner(STATEFUL)
+    resumed.restore(saved_state)
     expected = assign(first, [2, 0], uid=1)
     actual, other = assign(resumed, [2, 0], uid=1), assign(fresh, [2, 0], uid=1)
     for name in ("advantages_N", "weights_N", "kl_weights_N", "scores_B"):
@@ -428,134 +432,138 @@ def test_running_statistics_and_coefficients_continue_only_after_a_restore():
 def test_an_adaptive_coefficient_rises_above_its_target_and_falls_below(
     observed: float, factor: float
 ):
-    credit = credit_of(STATEFUL)
-    before = assign(credit, [1, 0])
-    credit.update_kl_coefficients(5, {"kl": observed})
-    after = assign(credit, [1, 0])
+    assigner = make_assigner(STATEFUL)
+    before = assign(assigner, [1, 0])
+    assigner.update_kl_coefficients(5, {"kl": observed})
+    after = assign(assigner, [1, 0])
     assert after.kl_weights_N is not None
     assert before.kl_weights_N is not None
     np.testing.assert_allclose(after.kl_weights_N, factor * before.kl_weights_N)
     assert after.weights_N.tolist() == before.weights_N.tolist()
-    assert credit.metrics == {"train/kl_coefficient": pytest.approx(0.1 * factor)}
+    assert assigner.metrics == {"train/kl_coefficient": pytest.approx(0.1 * factor)}
 
 
 def test_a_fixed_coefficient_stays_whatever_the_kl():
-    credit = credit_of({"kl": {"coefficient": 0.1}})
-    before = assign(credit, [1, 0])
-    credit.update_kl_coefficients(5, {"kl": 9.0})
-    after = assign(credit, [1, 0])
+    assigner = make_assigner({"kl": {"coefficient": 0.1}})
+    before = assign(assigner, [1, 0])
+    assigner.update_kl_coefficients(5, {"kl": 9.0})
+    after = assign(assigner, [1, 0])
     assert after.kl_weights_N is not None
     assert before.kl_weights_N is not None
     assert after.kl_weights_N.tolist() == before.kl_weights_N.tolist()
 
 
 def test_a_coefficient_in_the_reward_adapts_to_the_kl_that_was_in_the_reward():
-    steered = {**STATEFUL["kl"], "place": "reward"}
-    credit = credit_of({"kl": steered})
-    assign(credit, [1, 0])
-    credit.update_kl_coefficients(5, {"kl": 9.0, "reward_kl": 0.0})
-    assert credit.metrics == {"train/kl_coefficient": pytest.approx(0.1 * 0.9)}
+    kl_config = {**STATEFUL["kl"], "place": "reward"}
+    assigner = make_assigner({"kl": kl_config})
+    assign(assigner, [1, 0])
+    assigner.update_kl_coefficients(5, {"kl": 9.0, "reward_kl": 0.0})
+    assert assigner.metrics == {"train/kl_coefficient": pytest.approx(0.1 * 0.9)}
 
 
 def test_each_domain_adapts_to_the_kl_of_its_own_tokens():
-    """The learner's mean is over all tokens; the other domain has no KL, and thrice the tokens."""
-    credit = credit_of(STATEFUL, {"loss": "cispo"})
+    """The learner reports the mean over all tokens; domain "b" has no KL and 3 times the tokens."""
+    assigner = make_assigner(STATEFUL, {"loss": "cispo"})
     groups = [
         group([1, 0], uid=0, of=A, texts=["x", "y"]),
         group([1, 0], uid=1, of=B, texts=["xyz", "uvw"]),
     ]
-    credit.assign(groups, batch_of(groups, credit, reference_logprobs_N=-1))
-    credit.update_kl_coefficients(5, {"kl": 0.05 / 4})
-    assert credit.metrics == {"train/kl_coefficient": pytest.approx(0.1)}
+    assigner.assign(groups, collate_batch(groups, assigner, reference_logprobs_N=-1))
+    assigner.update_kl_coefficients(5, {"kl": 0.05 / 4})
+    assert assigner.metrics == {"train/kl_coefficient": pytest.approx(0.1)}
 
 
 def test_the_coefficient_of_a_domain_without_a_sample_in_the_batch_stays():
-    credit = credit_of(STATEFUL, {"loss": "cispo", "kl": {"coefficient": 0.2}})
+    assigner = make_assigner(STATEFUL, {"loss": "cispo", "kl": {"coefficient": 0.2}})
     groups = [group([1, 0], of=B)]
-    credit.assign(groups, batch_of(groups, credit, reference_logprobs_N=-1))
-    credit.update_kl_coefficients(5, {"kl": 9.0})
-    assert credit.metrics == {"train/kl_coefficient": pytest.approx(0.1)}
+    assigner.assign(groups, collate_batch(groups, assigner, reference_logprobs_N=-1))
+    assigner.update_kl_coefficients(5, {"kl": 9.0})
+    assert assigner.metrics == {"train/kl_coefficient": pytest.approx(0.1)}
 
 
 def test_only_groups_of_a_suitable_difficulty_are_trained_on_each_domain_by_its_own():
-    credit = credit_of({"shaping": {"difficulty": [0.2, 0.8]}}, {})
+    assigner = make_assigner({"shaping": {"difficulty": [0.2, 0.8]}}, {})
     groups = [
         group([1, 1, 1, 0], uid=0, of=A),
         group([1, 1, 1, 1], uid=1, of=A),
         group([0, 0, None, 0], uid=2, of=A),
         group([1, 1, 1, 1], uid=3, of=B),
     ]
-    assert [credit.trained_members(of) for of in groups] == [
+    assert [assigner.trained_members(of) for of in groups] == [
         [True] * 4,
         [False] * 4,
         [False] * 4,
         [True] * 4,
     ]
-    batch, _ = credit.assign(groups, batch_of(groups, credit))
+    batch, _ = assigner.assign(groups, collate_batch(groups, assigner))
     assert sorted({uid.group for uid in batch.uids}) == [0, 3]
-    assert trained(batch, batch.weights_N) == pytest.approx([0.25] * 8)
+    assert select_trained(batch, batch.weights_N) == pytest.approx([0.25] * 8)
 
 
 def test_truncated_samples_are_masked_only_if_configured():
-    groups = [cut(group([1, 0, 0], of=A), 2)]
-    keeps, drops = credit_of({}), credit_of({}, rollout={"drop_truncated": True})
+    groups = [truncate_member(group([1, 0, 0], of=A), 2)]
+    keeps, drops = make_assigner({}), make_assigner({}, rollout={"drop_truncated": True})
     assert keeps.trained_members(groups[0]) == [True, True, True]
     assert drops.trained_members(groups[0]) == [True, True, False]
-    batch, _ = drops.assign(groups, batch_of(groups, drops))
+    batch, _ = drops.assign(groups, collate_batch(groups, drops))
     assert batch.uids == (SampleId(0, 0), SampleId(0, 1))
-    assert trained(batch, batch.weights_N) == [0.5, 0.5]
+    assert select_trained(batch, batch.weights_N) == [0.5, 0.5]
 
 
 def test_the_score_of_a_sample_that_is_not_in_the_batch_still_counts_in_its_groups_mean():
-    """Its answer was scored, and the others are compared with it."""
-    credit = credit_of({}, rollout={"drop_truncated": True})
-    groups = [cut(group([1, 0, 0.5], of=A), 2)]
-    batch, _ = credit.assign(groups, batch_of(groups, credit))
-    assert trained(batch, batch.advantages_N) == [0.5, -0.5]
-    groups = [cut(group([1, 0, 5], of=A), 2)]
-    batch, _ = credit.assign(groups, batch_of(groups, credit))
-    assert trained(batch, batch.advantages_N) == [-1, -2]
+    """A truncated sample has a score and is part of the baseline of the others."""
+    assigner = make_assigner({}, rollout={"drop_truncated": True})
+    groups = [truncate_member(group([1, 0, 0.5], of=A), 2)]
+    batch, _ = assigner.assign(groups, collate_batch(groups, assigner))
+    assert select_trained(batch, batch.advantages_N) == [0.5, -0.5]
+    groups = [truncate_member(group([1, 0, 5], of=A), 2)]
+    batch, _ = assigner.assign(groups, collate_batch(groups, assigner))
+    assert select_trained(batch, batch.advantages_N) == [-1, -2]
 
 
 def test_where_advantages_look_at_tokens_a_sample_that_is_not_in_the_batch_is_left_out():
-    """No model was asked about its tokens."""
+    """A truncated sample has no log-probs of other models."""
     algorithm = {"kl": {"coefficient": 0.2, "place": "reward"}}
-    credit = credit_of(algorithm, rollout={"drop_truncated": True})
-    groups = [cut(group([1, 0, 5], of=A), 2)]
-    batch, means = credit.assign(groups, batch_of(groups, credit, reference_logprobs_N=[-1, -2]))
+    assigner = make_assigner(algorithm, rollout={"drop_truncated": True})
+    groups = [truncate_member(group([1, 0, 5], of=A), 2)]
+    batch, means = assigner.assign(
+        groups, collate_batch(groups, assigner, reference_logprobs_N=[-1, -2])
+    )
     # k1 is 0 and 1: rewards of 1 and -0.2
-    assert trained(batch, batch.advantages_N) == pytest.approx([0.6, -0.6])
+    assert select_trained(batch, batch.advantages_N) == pytest.approx([0.6, -0.6])
     assert means["reward_kl"] == 0.5
 
 
 @pytest.mark.parametrize("advantage", ["dr_grpo", "reinforce++", "lite_ppo", "step_return"])
 def test_a_failed_score_enters_no_statistic(advantage: str):
-    credits = [credit_of({"advantage": advantage, "shaping": {"mean": "running"}}) for _ in "12"]
+    assigners = [
+        make_assigner({"advantage": advantage, "shaping": {"mean": "running"}}) for _ in "12"
+    ]
     with_failed = [group([1, None, 0], of=A, texts=["x", "yyyy", "zz"])]
     without = [replace(with_failed[0], members=with_failed[0].members[::2])]
     actual, expected = (
-        credit.assign(groups, batch_of(groups, credit))[0]
-        for credit, groups in zip(credits, (with_failed, without), strict=True)
+        assigner.assign(groups, collate_batch(groups, assigner))[0]
+        for assigner, groups in zip(assigners, (with_failed, without), strict=True)
     )
     assert actual.uids == expected.uids
     for name in ("advantages_N", "weights_N", "scores_B"):
         assert getattr(actual, name).tolist() == getattr(expected, name).tolist(), name
-    assert credits[0].state() == credits[1].state()
+    assert assigners[0].state() == assigners[1].state()
 
 
 GAE: dict[str, Any] = {"name": "gae", "gamma": 1.0, "lam": 1.0, "whiten": False}
 
 
 def test_gae_gives_advantages_and_the_returns_that_the_critic_is_to_meet():
-    credit = credit_of({"advantage": GAE, "loss": "ppo"}, {"loss": "cispo"})
+    assigner = make_assigner({"advantage": GAE, "loss": "ppo"}, {"loss": "cispo"})
     groups = [
         group([1, 0], uid=0, of=A, texts=["xy", "z"]),
         group([1, 0], uid=1, of=B, texts=["u", "v"]),
     ]
     values = [0.5, 0.25, -1.0, 7.0, 7.0]
-    batch, _ = credit.assign(groups, batch_of(groups, credit, values_N=values))
-    assert trained(batch, batch.advantages_N) == pytest.approx([0.5, 0.75, 1.0, 0.5, -0.5])
-    assert trained(batch, batch.returns_N) == pytest.approx([1, 1, 0, 0, 0])
+    batch, _ = assigner.assign(groups, collate_batch(groups, assigner, values_N=values))
+    assert select_trained(batch, batch.advantages_N) == pytest.approx([0.5, 0.75, 1.0, 0.5, -0.5])
+    assert select_trained(batch, batch.returns_N) == pytest.approx([1, 1, 0, 0, 0])
 
 
 @pytest.mark.parametrize(("bootstraps", "last_return"), [(False, 1.0), (True, 1.0 + 0.5 * 8)])
@@ -563,33 +571,39 @@ def test_the_value_after_a_truncated_sample_counts_if_configured(
     bootstraps: bool, last_return: float
 ):
     gae = {**GAE, "gamma": 0.5, "bootstrap_truncated": bootstraps}
-    credit = credit_of({"advantage": gae, "loss": "ppo"})
-    groups = [cut(group([1, 1], of=A, texts=["xy", "z"]), 0)]
-    annotated = batch_of(groups, credit, values_N=[0.5, 0.25, 0.5])
+    assigner = make_assigner({"advantage": gae, "loss": "ppo"})
+    groups = [truncate_member(group([1, 1], of=A, texts=["xy", "z"]), 0)]
+    annotated = collate_batch(groups, assigner, values_N=[0.5, 0.25, 0.5])
     annotated = replace(annotated, last_values_B=np.array([8.0, 8.0]))
-    batch, _ = credit.assign(groups, annotated)
+    batch, _ = assigner.assign(groups, annotated)
     # the second sample terminated: nothing comes after it
-    assert trained(batch, batch.returns_N) == pytest.approx([0.5 * last_return, last_return, 1])
+    assert select_trained(batch, batch.returns_N) == pytest.approx(
+        [0.5 * last_return, last_return, 1]
+    )
 
 
 def test_on_policy_distillation_compares_the_teacher_with_the_policy_of_the_step():
-    credit = credit_of({"advantage": {"name": "opd", "limit": 2.0}, "loss": "reinforce"})
+    assigner = make_assigner({"advantage": {"name": "opd", "limit": 2.0}, "loss": "reinforce"})
     groups = [group([0, 0], of=A, texts=["xy", "z"])]
-    batch, _ = credit.assign(groups, batch_of(groups, credit, teacher_logprobs_N=[-0.5, -9, -2]))
-    assert trained(batch, batch.advantages_N) == pytest.approx([0.5, -2.0, -1.0])
-    known = batch_of(groups, credit, teacher_logprobs_N=[-0.5, -2, -2], old_logprobs_N=-2)
-    batch, _ = credit.assign(groups, known)
-    assert trained(batch, batch.advantages_N) == pytest.approx([1.5, 0, 0])
+    batch, _ = assigner.assign(
+        groups, collate_batch(groups, assigner, teacher_logprobs_N=[-0.5, -9, -2])
+    )
+    assert select_trained(batch, batch.advantages_N) == pytest.approx([0.5, -2.0, -1.0])
+    with_old_logprobs = collate_batch(
+        groups, assigner, teacher_logprobs_N=[-0.5, -2, -2], old_logprobs_N=-2
+    )
+    batch, _ = assigner.assign(groups, with_old_logprobs)
+    assert select_trained(batch, batch.advantages_N) == pytest.approx([1.5, 0, 0])
 
 
 def test_the_length_penalty_is_in_the_score_before_it_is_compared():
     shaping = {"length_limit": "max_tokens", "length_buffer": 0.5}
-    credit = credit_of({"shaping": shaping}, sampling={"max_tokens": 4})
+    assigner = make_assigner({"shaping": shaping}, sampling={"max_tokens": 4})
     groups = [group([1, 1], of=A, texts=["x", "uvw"])]
-    batch, _ = credit.assign(groups, batch_of(groups, credit))
+    batch, _ = assigner.assign(groups, collate_batch(groups, assigner))
     assert batch.scores_B is not None
     assert batch.scores_B.tolist() == [1, 0.5]  # three tokens: half way from two to four
-    assert trained(batch, batch.advantages_N) == [0.25, -0.25, -0.25, -0.25]
+    assert select_trained(batch, batch.advantages_N) == [0.25, -0.25, -0.25, -0.25]
 
 
 def test_a_users_own_parts_are_found_beside_the_recipe(tmp_path: Path):
@@ -600,12 +614,12 @@ def test_a_users_own_parts_are_found_beside_the_recipe(tmp_path: Path):
         "def flat(counts_B, group_B, *, max_tokens):\n"
         "    return np.full(len(counts_B), 1 / max_tokens)\n"
     )
-    own = recipe({"advantage": "mine.py:best", "aggregation": "mine.py:flat"})
-    credit = CreditAssigner(own, base=tmp_path)
+    own = make_recipe({"advantage": "mine.py:best", "aggregation": "mine.py:flat"})
+    assigner = CreditAssigner(own, base=tmp_path)
     groups = [group([1, 0.25], of=A)]
-    batch, _ = credit.assign(groups, batch_of(groups, credit))
-    assert trained(batch, batch.advantages_N) == [0, -0.75]
-    assert trained(batch, batch.weights_N) == [1 / 256] * 2
+    batch, _ = assigner.assign(groups, collate_batch(groups, assigner))
+    assert select_trained(batch, batch.advantages_N) == [0, -0.75]
+    assert select_trained(batch, batch.weights_N) == [1 / 256] * 2
 
 
 @pytest.mark.parametrize(
@@ -619,9 +633,9 @@ def test_credit_does_not_depend_on_the_order_of_the_groups(
         for n in range(4)
     ]
     actual = [
-        credit.assign(given, batch_of(given, credit))[0]
+        assigner.assign(given, collate_batch(given, assigner))[0]
         for given in (groups, order(groups))
-        for credit in [credit_of({"advantage": "lite_ppo"}, {"advantage": "reinforce++"})]
+        for assigner in [make_assigner({"advantage": "lite_ppo"}, {"advantage": "reinforce++"})]
     ]
     np.testing.assert_allclose(actual[0].advantages_N, actual[1].advantages_N, rtol=1e-12)
     assert actual[0].weights_N.tolist() == actual[1].weights_N.tolist()

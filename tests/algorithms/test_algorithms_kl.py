@@ -1,4 +1,4 @@
-"""KL estimators and controllers, on log-probs of drawn tokens."""
+"""KL estimators and controllers, on log-probs of sampled tokens."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from rollick.algorithms.kl import (
 from rollick.config.names import NAMES, resolve
 
 
-def logs(*probabilities: float) -> torch.Tensor:
+def to_logprobs(*probabilities: float) -> torch.Tensor:
     return torch.tensor(probabilities, dtype=torch.float64).log()
 
 
 def test_estimators_by_hand():
     # p = 1/2, q = 1/4: x = 1/2
-    p, q = logs(0.5), logs(0.25)
+    p, q = to_logprobs(0.5), to_logprobs(0.25)
     assert k1(p, q).item() == pytest.approx(math.log(2))
     assert k2(p, q).item() == pytest.approx(math.log(2) ** 2 / 2)
     assert k3(p, q).item() == pytest.approx(0.5 - 1 + math.log(2))
 
 
 def test_k1_and_k3_have_the_mean_of_the_true_kl():
-    log_p, log_q = logs(0.7, 0.2, 0.1), logs(0.5, 0.1, 0.4)
+    log_p, log_q = to_logprobs(0.7, 0.2, 0.1), to_logprobs(0.5, 0.1, 0.4)
     p = log_p.exp()
-    true = (p * (log_p - log_q)).sum().item()
+    exact_kl = (p * (log_p - log_q)).sum().item()
     for form in (k1, k3):
-        assert (p * form(log_p, log_q)).sum().item() == pytest.approx(true, abs=1e-12)
+        assert (p * form(log_p, log_q)).sum().item() == pytest.approx(exact_kl, abs=1e-12)
 
 
 def test_the_mean_gradient_of_k2_is_that_of_the_reverse_kl():
@@ -105,7 +105,7 @@ def test_a_ratio_is_never_infinite():
 @pytest.mark.parametrize(("p", "q"), [(0.5, 0.25), (0.9, 0.1), (0.3, 0.3), (1e-6, 0.5)])
 def test_the_binary_kl_is_that_of_drawing_the_token_or_not(p: float, q: float):
     expected = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
-    assert binary_kl(logs(p), logs(q)).item() == pytest.approx(expected, abs=1e-12)
+    assert binary_kl(to_logprobs(p), to_logprobs(q)).item() == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("p", [0.0, -1e-9, -1e4])
@@ -122,15 +122,15 @@ def test_the_fixed_controller_never_moves():
 
 
 def test_the_adaptive_controller_by_hand():
-    move = partial(adaptive_coefficient, 0.1, samples=64, target=2.0, horizon=640)
-    assert move(observed=2.0) == pytest.approx(0.1)
-    assert move(observed=2.2) == pytest.approx(0.1 * 1.01)
-    assert move(observed=100.0) == pytest.approx(0.1 * 1.02)  # the error is cut at 0.2
-    assert move(observed=0.0) == pytest.approx(0.1 * 0.98)
+    update = partial(adaptive_coefficient, 0.1, samples=64, target=2.0, horizon=640)
+    assert update(observed=2.0) == pytest.approx(0.1)
+    assert update(observed=2.2) == pytest.approx(0.1 * 1.01)
+    assert update(observed=100.0) == pytest.approx(0.1 * 1.02)  # the error is clipped at 0.2
+    assert update(observed=0.0) == pytest.approx(0.1 * 0.98)
 
 
 @given(st.floats(0, 1e6), st.floats(0, 1e6), st.integers(0, 10**6))
 def test_the_adaptive_controller_is_monotone_and_never_negative(low: float, high: float, n: int):
     low, high = sorted((low, high))
-    move = partial(adaptive_coefficient, 0.2, samples=n, target=0.5, horizon=1000)
-    assert 0 <= move(observed=low) <= move(observed=high)
+    update = partial(adaptive_coefficient, 0.2, samples=n, target=0.5, horizon=1000)
+    assert 0 <= update(observed=low) <= update(observed=high)

@@ -1,4 +1,4 @@
-"""Selection: which groups are worth a gradient."""
+"""Selection: which groups are trained on."""
 
 from __future__ import annotations
 

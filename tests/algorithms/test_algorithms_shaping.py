@@ -1,4 +1,4 @@
-"""Shaping: what happens to scores before they become advantages."""
+"""Shaping: changes to scores before advantages are computed."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def shape_scores(
 
 exhaustive = settings(derandomize=True, database=None, deadline=None, max_examples=60)
 SOURCES: list[Source] = ["none", "group", "batch", "running"]
-Batch = list[list[float | None]]
+ScoreLists = list[list[float | None]]
 NUMBER = st.integers(-64, 64).map(lambda number: number / 16)
 BATCHES = st.lists(st.lists(st.one_of(st.none(), NUMBER), max_size=5), max_size=4)
 RUNNING = RunningStatistics().updated([1, 2, 6])
 
 
-def scores_of(groups: Any) -> Batch:
+def list_scores(groups: Any) -> ScoreLists:
     return [[m.score.value if m.score.ok else None for m in one.members] for one in groups]
 
 
@@ -72,16 +72,16 @@ def test_mean_and_std_come_each_from_their_own_source(
 ):
     groups = [group([0, 2]), group([4, 6])]
     shaped = normalise_scores(groups, ShapingConfig(mean=mean, std=std), RUNNING)
-    assert scores_of(shaped) == [pytest.approx(row) for row in expected]
+    assert list_scores(shaped) == [pytest.approx(row) for row in expected]
 
 
-def by_loops(batch: Batch, mean: Source, std: Source, clip: float) -> Batch:
-    everything = [score for scores in batch for score in scores if score is not None]
-    answer: Batch = []
+def compute_by_loops(batch: ScoreLists, mean: Source, std: Source, clip: float) -> ScoreLists:
+    all_scores = [score for scores in batch for score in scores if score is not None]
+    result: ScoreLists = []
     for scores in batch:
-        own = [score for score in scores if score is not None]
-        data = {"none": [], "group": own, "batch": everything, "running": [1.0, 2.0, 6.0]}
-        middle = sum(data[mean]) / len(data[mean]) if data[mean] else 0.0
+        group_scores = [score for score in scores if score is not None]
+        data = {"none": [], "group": group_scores, "batch": all_scores, "running": [1.0, 2.0, 6.0]}
+        offset = sum(data[mean]) / len(data[mean]) if data[mean] else 0.0
         spread = 0.0
         if len(data[std]) > 1:
             centre = sum(data[std]) / len(data[std])
@@ -91,10 +91,10 @@ def by_loops(batch: Batch, mean: Source, std: Source, clip: float) -> Batch:
             if score is None:
                 row.append(None)
                 continue
-            value = (score - middle) / (spread + 1e-6 if spread else 1.0)
+            value = (score - offset) / (spread + 1e-6 if spread else 1.0)
             row.append(min(max(value, -clip), clip) if clip else value)
-        answer.append(row)
-    return answer
+        result.append(row)
+    return result
 
 
 @exhaustive
@@ -102,16 +102,18 @@ def by_loops(batch: Batch, mean: Source, std: Source, clip: float) -> Batch:
 @pytest.mark.parametrize("mean", SOURCES)
 @pytest.mark.parametrize("std", SOURCES)
 def test_every_mixture_of_sources_agrees_with_plain_loops(
-    mean: Source, std: Source, batch: Batch, clip: float
+    mean: Source, std: Source, batch: ScoreLists, clip: float
 ):
     groups = [group(scores, uid=uid) for uid, scores in enumerate(batch)]
     shaped = normalise_scores(groups, ShapingConfig(mean=mean, std=std, clip=clip), RUNNING)
-    for actual, expected in zip(scores_of(shaped), by_loops(batch, mean, std, clip), strict=True):
+    for actual, expected in zip(
+        list_scores(shaped), compute_by_loops(batch, mean, std, clip), strict=True
+    ):
         assert len(actual) == len(expected)
-        for value, wanted in zip(actual, expected, strict=True):
-            assert (value is None) == (wanted is None)
+        for value, expected_value in zip(actual, expected, strict=True):
+            assert (value is None) == (expected_value is None)
             if value is not None:
-                assert value == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+                assert value == pytest.approx(expected_value, rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize("std", SOURCES)
@@ -119,7 +121,7 @@ def test_every_mixture_of_sources_agrees_with_plain_loops(
 def test_scores_without_spread_keep_their_size(std: Source, scores: list[float | None]):
     running = RunningStatistics().updated([score for score in scores if score is not None])
     shaped = normalise_scores([group(scores)], ShapingConfig(std=std), running)
-    assert scores_of(shaped) == [scores]
+    assert list_scores(shaped) == [scores]
 
 
 @exhaustive
@@ -130,12 +132,12 @@ def test_scores_without_spread_keep_their_size(std: Source, scores: list[float |
 def test_a_clip_keeps_the_order_of_scores_and_a_wider_one_more_of_their_size(
     scores: list[float], clips: tuple[float, float]
 ):
-    def clipped(clip: float) -> list[float]:
+    def clip_scores(clip: float) -> list[float]:
         groups = [group([*sorted(scores)])]
-        [row] = scores_of(normalise_scores(groups, ShapingConfig(clip=clip), RUNNING))
+        [row] = list_scores(normalise_scores(groups, ShapingConfig(clip=clip), RUNNING))
         return [value for value in row if value is not None]
 
-    narrow, wide = clipped(min(clips)), clipped(max(clips))
+    narrow, wide = clip_scores(min(clips)), clip_scores(max(clips))
     assert narrow == sorted(narrow)
     assert all(abs(a) <= abs(b) for a, b in zip(narrow, wide, strict=True))
     assert max(map(abs, narrow)) <= min(clips)
@@ -197,10 +199,10 @@ def test_the_length_penalty_counts_drawn_tokens_and_comes_before_the_normalisati
     # lengths 2, 3, 4 with a limit of 4 and a buffer of 2: penalties 0, 0.5, 1 times 2
     options = ShapingConfig(length_limit=4, length_buffer=0.5, length_weight=2, mean="group")
     groups = [group([1, 1, None, 1], texts=["ab", "abc", "abcd", "abcd"])]
-    assert scores_of(shape_scores(groups, options, max_tokens=9)) == [[1, 0, None, -1]]
+    assert list_scores(shape_scores(groups, options, max_tokens=9)) == [[1, 0, None, -1]]
     limit = options.model_copy(update={"length_limit": "max_tokens"})
-    assert scores_of(shape_scores(groups, limit, max_tokens=4)) == [[1, 0, None, -1]]
-    assert scores_of(shape_scores(groups, limit, max_tokens=8)) == [[0, 0, None, 0]]
+    assert list_scores(shape_scores(groups, limit, max_tokens=4)) == [[1, 0, None, -1]]
+    assert list_scores(shape_scores(groups, limit, max_tokens=8)) == [[0, 0, None, 0]]
 
 
 @pytest.mark.parametrize(
@@ -243,16 +245,20 @@ def test_the_length_penalty_alone_is_what_running_statistics_are_made_of():
     options = ShapingConfig(length_limit=2, length_buffer=1, mean="running", std="batch", clip=0.5)
     plain = group([1, None, 4], texts=["a", "a", "ab"])
     penalised = penalise_length(plain, options, max_tokens=9)
-    assert scores_of([penalised]) == [[0.5, None, 3]]
+    assert list_scores([penalised]) == [[0.5, None, 3]]
     assert valid_scores([penalised]) == [0.5, 3]
 
 
 def test_masks_leave_out_truncated_and_failed_samples_and_prompts_of_a_wrong_difficulty():
     plain = group([1, 0, None, 0])
-    cut = replace(plain.members[1].sample, stop=StopReason.LENGTH)
+    truncated_sample = replace(plain.members[1].sample, stop=StopReason.LENGTH)
     mixed = replace(
         plain,
-        members=(plain.members[0], replace(plain.members[1], sample=cut), *plain.members[2:]),
+        members=(
+            plain.members[0],
+            replace(plain.members[1], sample=truncated_sample),
+            *plain.members[2:],
+        ),
     )
     assert trained_members(mixed) == [True, True, False, True]
     assert trained_members(mixed, drop_truncated=True) == [True, False, False, True]
@@ -268,5 +274,5 @@ def test_if_all_are_truncated_failed_or_missing_nothing_is_trained(scores: list[
         replace(member, sample=replace(member.sample, stop=StopReason.LENGTH))
         for member in plain.members
     )
-    all_cut: Group = replace(plain, members=members)
-    assert trained_members(all_cut, drop_truncated=True) == [False] * len(scores)
+    all_truncated: Group = replace(plain, members=members)
+    assert trained_members(all_truncated, drop_truncated=True) == [False] * len(scores)

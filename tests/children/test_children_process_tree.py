@@ -1,4 +1,4 @@
-"""How the end of a process is described: by its signal, and by what the kernel counted."""
+"""The description of a process's end: its signal, and the kernel's count of memory kills."""
 
 from pathlib import Path
 

@@ -19,11 +19,11 @@ from rollick.errors import OpenFilesExhausted, WeightError
 class Counter:
     """Counts calls and reports its host."""
 
-    def __init__(self, context: HostContext, rank: int, diary: Path | None) -> None:
+    def __init__(self, context: HostContext, rank: int, log_file: Path | None) -> None:
         self.context = context
         self.rank = rank
         self.count = 0
-        self._diary = diary
+        self._log_file = log_file
         self._waiting = 0
         self._cancelled = 0
 
@@ -100,14 +100,14 @@ class Counter:
         os._exit(7)
 
     def close(self) -> None:
-        if self._diary is not None:
-            with self._diary.open("a") as file:
+        if self._log_file is not None:
+            with self._log_file.open("a") as file:
                 file.write(f"{len(self.context.roles)} {self.rank}\n")
 
 
-def make_counter(context: HostContext, rank: int, diary: Path | None = None) -> Counter:
-    """A role that appends a line to the file `diary` when it closes."""
-    return Counter(context, rank, diary)
+def make_counter(context: HostContext, rank: int, log_file: Path | None = None) -> Counter:
+    """A role that appends a line to `log_file` when it closes."""
+    return Counter(context, rank, log_file)
 
 
 async def make_counter_on_the_loop(context: HostContext, rank: int) -> Counter:

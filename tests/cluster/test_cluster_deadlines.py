@@ -23,8 +23,8 @@ CEILING_S = 1800.0
 
 def measured(*seconds: float, method: str = "train", **options: Any) -> Deadlines:
     deadlines = Deadlines(CEILING_S, **options)
-    for each in seconds:
-        deadlines.observe("policy", method, each)
+    for duration_s in seconds:
+        deadlines.observe("policy", method, duration_s)
     return deadlines
 
 
@@ -86,7 +86,7 @@ def test_in_one_process_every_limit_is_the_ceiling() -> None:
 
 
 class ScriptedTransport:
-    """Answers after as many seconds as the call's last argument says."""
+    """A transport whose calls take as many seconds as their last argument."""
 
     def share(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args
@@ -96,7 +96,7 @@ class ScriptedTransport:
         return "done"
 
 
-def in_virtual_time(scenario: Callable[[WorkerGroup], Awaitable[T]]) -> T:
+def run_in_virtual_time(scenario: Callable[[WorkerGroup], Awaitable[T]]) -> T:
     devices = DeviceMap({"policy": parse_devices("cpu:0"), "generators": parse_devices("cpu:1")})
 
     async def main() -> T:
@@ -111,19 +111,19 @@ def test_a_hung_call_is_lost_after_ten_times_the_slowest_before_it() -> None:
         now = asyncio.get_running_loop().time
         for seconds in (7.0, 9.0):
             assert await group.call("policy", "train", seconds) == "done"
-        begun = now()
+        started_at = now()
         with pytest.raises(WorkerLost, match="did not finish 'train' within 90 s"):
             await group.call("policy", "train", 1e6)
-        return now() - begun
+        return now() - started_at
 
-    assert in_virtual_time(scenario) == 90.0 + GRACE_S
+    assert run_in_virtual_time(scenario) == 90.0 + GRACE_S
 
 
 def test_the_first_call_may_take_as_long_as_the_ceiling() -> None:
     async def scenario(group: WorkerGroup) -> str:
         return await group.call("policy", "train", CEILING_S - 1)
 
-    assert in_virtual_time(scenario) == "done"
+    assert run_in_virtual_time(scenario) == "done"
 
 
 def test_a_larger_batch_has_a_later_deadline() -> None:
@@ -133,7 +133,7 @@ def test_a_larger_batch_has_a_later_deadline() -> None:
         await group.call("policy", "train", small, 4.0)
         return await group.broadcast("policy", "train", large, 300.0)
 
-    assert in_virtual_time(scenario) == ["done"]
+    assert run_in_virtual_time(scenario) == ["done"]
 
 
 def test_the_calls_to_a_lost_rank_end_at_once() -> None:
@@ -149,7 +149,7 @@ def test_the_calls_to_a_lost_rank_end_at_once() -> None:
         assert await other == "done"
         return ended
 
-    assert in_virtual_time(scenario) == 3.0
+    assert run_in_virtual_time(scenario) == 3.0
 
 
 async def test_a_reply_that_came_while_the_event_loop_was_blocked_is_no_hang() -> None:

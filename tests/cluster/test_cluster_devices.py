@@ -23,7 +23,7 @@ TRAIN = Phase("train", ("policy",))
 PUBLISH = Phase("publish", ("policy", "generators"))
 
 
-def recipe(**sections) -> Recipe:
+def make_recipe(**sections) -> Recipe:
     pipeline = sections.get("pipeline", "rlvr")
     domain = {"source": "sums.jsonl", **ANSWERS.get(pipeline, {})}
     data = {"domains": {"sums": domain}, **sections.pop("data", {})}
@@ -32,7 +32,7 @@ def recipe(**sections) -> Recipe:
     return parse_recipe({"model": {"path": "m"}, "data": data, **sections})
 
 
-def device_map(**roles: str) -> DeviceMap:
+def make_device_map(**roles: str) -> DeviceMap:
     return DeviceMap({role: parse_devices(text) for role, text in roles.items()})  # type: ignore
 
 
@@ -67,7 +67,7 @@ VALIDATION = {"validation": {"sums": {"source": "held_out.jsonl"}}}
     ],
 )
 def test_a_recipe_gets_the_roles_that_it_needs_and_no_others(sections, expected):
-    roles = DeviceMap.of(recipe(**sections)).roles
+    roles = DeviceMap.of(make_recipe(**sections)).roles
     for role, text in expected.items():
         assert roles.get(role) == (None if text is None else parse_devices(text))
 
@@ -77,13 +77,13 @@ def test_the_algorithm_of_one_domain_is_enough_for_a_role():
         "sums": {"source": "sums.jsonl"},
         "chat": {"source": "chat.jsonl", "algorithm": {"advantage": "gae"}},
     }
-    both = recipe(data={"domains": domains})
+    both = make_recipe(data={"domains": domains})
     assert DeviceMap.of(both).roles["critic"] == parse_devices("cpu")
     assert "train_critic" in [phase.name for phase in plan_phases(both)]
 
 
 def test_there_is_one_host_for_each_distinct_device_in_the_order_of_devices():
-    hosts = device_map(policy="1", generators="0-2", reference="cpu").hosts()
+    hosts = make_device_map(policy="1", generators="0-2", reference="cpu").hosts()
     assert [(h.index, str(h.device), dict(h.roles)) for h in hosts] == [
         (0, "cpu:0", {"reference": 0}),
         (1, "cuda:0", {"generators": 0}),
@@ -94,7 +94,7 @@ def test_there_is_one_host_for_each_distinct_device_in_the_order_of_devices():
 
 
 def test_a_map_has_the_host_of_a_rank_and_the_roles_beside_it():
-    devices = device_map(policy="1", generators="2,1")
+    devices = make_device_map(policy="1", generators="2,1")
     assert devices.ranks("generators") == 2
     assert devices.ranks("critic") == 0
     assert devices.host_of("generators", 0).device == Device("cuda", 2)
@@ -103,7 +103,7 @@ def test_a_map_has_the_host_of_a_rank_and_the_roles_beside_it():
 
 def test_a_rank_that_does_not_exist_is_named():
     with pytest.raises(PlacementError, match="rank 2 does not exist: the device map has 2"):
-        device_map(generators="0-1").host_of("generators", 2)
+        make_device_map(generators="0-1").host_of("generators", 2)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_rank_that_does_not_exist_is_named():
     ],
 )
 def test_the_phases_of_a_step_follow_from_the_recipe(sections, phases):
-    actual = plan_phases(recipe(**sections))
+    actual = plan_phases(make_recipe(**sections))
     assert " ".join(f"{phase.name}:{','.join(phase.uses)}" for phase in actual) == phases
 
 
@@ -173,29 +173,29 @@ def test_the_phases_of_a_step_follow_from_the_recipe(sections, phases):
     ],
 )
 def test_a_generator_pauses_when_another_role_works_on_its_device(roles, phase, paused):
-    (plan,) = plan_residency(device_map(**roles), [phase])
+    (plan,) = plan_residency(make_device_map(**roles), [phase])
     assert plan.pauses == paused
 
 
-def sleeping(roles: dict[str, str], *, max_staleness: float) -> dict[str, str]:
+def plan_sleeping_roles(roles: dict[str, str], *, max_staleness: float) -> dict[str, str]:
     phases = [GENERATE, ANNOTATE, TRAIN, PUBLISH]
-    plans = plan_residency(device_map(**roles), phases, max_staleness=max_staleness)
+    plans = plan_residency(make_device_map(**roles), phases, max_staleness=max_staleness)
     return {plan.phase.name: ", ".join(map(str, plan.sleeps)) for plan in plans}
 
 
 def test_a_sleeping_policy_sleeps_in_phases_that_do_not_use_it():
-    roles = device_map(policy="0", generators="0")
+    roles = make_device_map(policy="0", generators="0")
     phases = [GENERATE, TRAIN, PUBLISH]
     plans = plan_residency(roles, phases, policy_sleeps=True)
     asleep = {plan.phase.name for plan in plans if RoleRank("policy", 0) in plan.sleeps}
     assert asleep == {"generate"}
-    separate = device_map(policy="0", generators="1")
+    separate = make_device_map(policy="0", generators="1")
     assert not any(plan.sleeps for plan in plan_residency(separate, phases, policy_sleeps=True))
 
 
 def test_on_one_gpu_roles_take_turns_with_the_memory():
     roles = {"policy": "0", "generators": "0", "reference": "0"}
-    assert sleeping(roles, max_staleness=0) == {
+    assert plan_sleeping_roles(roles, max_staleness=0) == {
         "generate": "reference 0",
         "annotate": "generators 0",
         "train": "generators 0, reference 0",
@@ -205,8 +205,8 @@ def test_on_one_gpu_roles_take_turns_with_the_memory():
 
 def test_a_cache_with_unfinished_samples_is_never_dropped():
     roles = {"policy": "0", "generators": "0-1"}
-    assert set(sleeping(roles, max_staleness=1).values()) == {""}
-    assert sleeping(roles, max_staleness=0)["train"] == "generators 0"
+    assert set(plan_sleeping_roles(roles, max_staleness=1).values()) == {""}
+    assert plan_sleeping_roles(roles, max_staleness=0)["train"] == "generators 0"
 
 
 @pytest.mark.parametrize(
@@ -217,12 +217,12 @@ def test_a_cache_with_unfinished_samples_is_never_dropped():
     ],
 )
 def test_nothing_sleeps_on_a_cpu_or_alone_on_a_gpu(roles):
-    assert set(sleeping(roles, max_staleness=0).values()) == {""}
+    assert set(plan_sleeping_roles(roles, max_staleness=0).values()) == {""}
 
 
 def test_the_description_shows_hosts_phases_and_timeline():
     text = describe_plan(
-        recipe(
+        make_recipe(
             devices={"policy": "0", "generators": "0-1"},
             algorithm={"kl": {"coefficient": 0.1}},
         )
@@ -245,7 +245,7 @@ def test_the_description_shows_hosts_phases_and_timeline():
 
 def test_equal_hosts_and_ranks_share_a_line():
     text = describe_plan(
-        recipe(
+        make_recipe(
             devices={"policy": "0-7", "generators": "0-7", "reference": "4-7"},
             algorithm={"kl": {"coefficient": 0.1}},
             train={"strategy": "fsdp"},
@@ -271,7 +271,7 @@ def test_the_description_lists_what_ranks_divide_and_the_sizes_that_the_model_al
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 96}
     (tmp_path / "config.json").write_text(json.dumps({**sizes, "num_experts": 6}))
     text = describe_plan(
-        recipe(
+        make_recipe(
             model={"path": str(tmp_path)},
             devices={"policy": "0-7", "generators": "8"},
             train={"strategy": "fsdp", "parallel": {"tensor": 2, "expert": 2}},
@@ -283,8 +283,8 @@ def test_the_description_lists_what_ranks_divide_and_the_sizes_that_the_model_al
         "model     tensor may be 1, 2 or 4 (8 heads, 4 key-value heads, intermediate size 96); "
         "data and context any number; expert 1, 2, 3 or 6 (6 experts)",
     ]
-    alone = describe_plan(recipe(devices={"policy": "0"}, train={"strategy": "fsdp"}))
-    assert "learner   1 rank, not sharded" in alone
+    single_rank = describe_plan(make_recipe(devices={"policy": "0"}, train={"strategy": "fsdp"}))
+    assert "learner   1 rank, not sharded" in single_rank
 
 
 @pytest.mark.parametrize(
@@ -304,5 +304,5 @@ def test_the_description_lists_what_ranks_divide_and_the_sizes_that_the_model_al
     ],
 )
 def test_the_timeline_shows_whether_generation_overlaps_training(sections, timeline):
-    last = describe_plan(recipe(**sections)).splitlines()[-1]
+    last = describe_plan(make_recipe(**sections)).splitlines()[-1]
     assert last.startswith(f"timeline  {timeline}")

@@ -1,7 +1,7 @@
 """One set of tests for both backends: a role behaves the same in this process and on Ray.
 
-Most tests share one group of two hosts (opening one on Ray takes seconds), so they look at
-differences of counts and never at totals.
+Most tests share one group of two hosts (opening one on Ray takes seconds), so they compare
+differences of counts, never totals.
 """
 
 import asyncio
@@ -49,13 +49,13 @@ def backend(request) -> str:
     return request.param
 
 
-def device_map(**roles: str) -> DeviceMap:
+def make_device_map(**roles: str) -> DeviceMap:
     return DeviceMap({role: parse_devices(text) for role, text in roles.items()})  # type: ignore
 
 
 @asynccontextmanager
-async def group_of(backend: str, *, target: str = COUNTER, args=(), env=None, **roles: str):
-    devices = device_map(**roles)
+async def open_counters(backend: str, *, target: str = COUNTER, args=(), env=None, **roles: str):
+    devices = make_device_map(**roles)
     cluster = ClusterConfig(backend=backend, place_timeout_s=60, call_timeout_s=60)
     specs = [RoleSpec(role, target, args) for role in devices.roles]
     async with open_group(devices, specs, cluster=cluster, threads=1, env=env) as group:
@@ -65,14 +65,14 @@ async def group_of(backend: str, *, target: str = COUNTER, args=(), env=None, **
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def group(backend):
     roles = {"generators": "cpu:0-1", "policy": "cpu:0", "reference": "cpu:1"}
-    async with group_of(backend, **roles) as group:
+    async with open_counters(backend, **roles) as group:
         yield group
 
 
-async def until_waiting(group: WorkerGroup, *, now: int, cancelled: int) -> None:
-    """Until generator 0 has so many waits under way, and so many that were cancelled."""
+async def wait_for_waits(group: WorkerGroup, *, running: int, cancelled: int) -> None:
+    """Poll until generator 0 has this number of running waits and of cancelled waits."""
     async with asyncio.timeout(30):
-        while await group.call("generators", "waiting") != (now, cancelled):
+        while await group.call("generators", "waiting") != (running, cancelled):
             pass
 
 
@@ -91,9 +91,9 @@ async def test_roles_on_one_device_share_a_process_and_see_those_built_before(gr
     assert policy[3] == first[3]
     assert (second[3] == first[3]) == (backend == "inline")
     assert (policy[3] == os.getpid()) == (backend == "inline")
-    named = {"policy 0": policy[3], "generators 0": first[3]}
-    named |= {"generators 1": second[3], "reference 0": second[3]}
-    assert group.worker_processes() == ({} if backend == "inline" else named)
+    expected = {"policy 0": policy[3], "generators 0": first[3]}
+    expected |= {"generators 1": second[3], "reference 0": second[3]}
+    assert group.worker_processes() == ({} if backend == "inline" else expected)
 
 
 async def test_calls_of_every_shape_return_their_results(group):
@@ -120,13 +120,13 @@ async def test_a_slow_call_blocks_no_other_and_can_be_cancelled(group):
     _, cancelled = await group.call("generators", "waiting")
     slow = asyncio.create_task(group.call("generators", "wait", 60.0))
     blocked = asyncio.create_task(group.call("policy", "block", 1.0))
-    await until_waiting(group, now=1, cancelled=cancelled)
+    await wait_for_waits(group, running=1, cancelled=cancelled)
     assert await group.call("generators", "total", [1, 2], 2) == 6
     assert not blocked.done()
     slow.cancel()
     with pytest.raises(asyncio.CancelledError):
         await slow
-    await until_waiting(group, now=0, cancelled=cancelled + 1)
+    await wait_for_waits(group, running=0, cancelled=cancelled + 1)
     assert await blocked == "blocked"
 
 
@@ -137,14 +137,14 @@ async def test_a_call_past_its_deadline_fails_and_is_cancelled_in_the_worker(gro
     with pytest.raises(WorkerHung, match=name) as hung:
         await group.call("generators", "wait", 60.0, timeout_s=0.2)
     assert hung.value.failed_at == pytest.approx(begun_at, abs=0.1)
-    await until_waiting(group, now=0, cancelled=cancelled + 1)
+    await wait_for_waits(group, running=0, cancelled=cancelled + 1)
 
 
 async def test_one_failing_rank_ends_the_wait_for_all(group):
     _, cancelled = await group.call("generators", "waiting")
     with pytest.raises(WorkerError, match="TypeError in 'wait'"):
         await group.scatter("generators", "wait", [60.0, "soon"])
-    await until_waiting(group, now=0, cancelled=cancelled + 1)
+    await wait_for_waits(group, running=0, cancelled=cancelled + 1)
 
 
 async def test_plain_methods_of_a_role_run_one_after_another(group):
@@ -171,41 +171,43 @@ async def test_a_worker_without_free_file_descriptors_is_named(group):
 async def test_other_errors_name_role_host_and_method_and_include_their_traceback(group, method):
     with pytest.raises(WorkerError) as caught:
         await group.call("generators", method, rank=1)
-    first, *story = str(caught.value).splitlines()
+    first, *traceback = str(caught.value).splitlines()
     assert first == (
         "generators 1 on host 1 (cpu:1: generators 1, reference 0) "
         f"raised ZeroDivisionError in '{method}': division by zero"
     )
-    assert any("self.count / 0" in line for line in story)
+    assert any("self.count / 0" in line for line in traceback)
 
 
 async def test_a_role_that_cannot_be_built_fails_the_opening(backend):
     with pytest.raises(WorkerError, match=r"ValueError in '.*make_nothing': rank 0 on cpu has no"):
-        async with group_of(backend, target="counter_role:make_nothing", policy="cpu"):
+        async with open_counters(backend, target="counter_role:make_nothing", policy="cpu"):
             pytest.fail("the group opened")
 
 
 async def test_a_role_may_be_built_by_a_coroutine_on_the_loop():
     target = "counter_role:make_counter_on_the_loop"
-    async with group_of("inline", target=target, policy="cpu") as group:
+    async with open_counters("inline", target=target, policy="cpu") as group:
         assert await group.call("policy", "add", 2) == 2
 
 
 @pytest.mark.parametrize("crash", [False, True])
 async def test_roles_are_closed_last_built_first_also_after_a_crash(backend, crash, tmp_path):
-    diary = tmp_path / "closed.txt"
+    log_file = tmp_path / "closed.txt"
     with pytest.raises(KeyError) if crash else nullcontext():
-        async with group_of(backend, args=(diary,), policy="cpu", generators="cpu") as group:
+        async with open_counters(
+            backend, args=(log_file,), policy="cpu", generators="cpu"
+        ) as group:
             if crash:
                 raise KeyError("crash")
-    assert diary.read_text().splitlines() == ["1 0", "0 0"]
+    assert log_file.read_text().splitlines() == ["1 0", "0 0"]
     with pytest.raises(WorkerError, match="'add' was called on a closed group"):
         await group.call("policy", "add")
 
 
 async def test_a_role_without_a_spec_is_named():
     cluster = ClusterConfig(backend="inline")
-    devices = device_map(policy="cpu", judge="cpu")
+    devices = make_device_map(policy="cpu", judge="cpu")
     with pytest.raises(WorkerError, match="no RoleSpec for judge, policy"):
         async with open_group(devices, [], cluster=cluster, threads=1):
             pytest.fail("the group opened")
@@ -215,7 +217,7 @@ async def test_a_worker_gets_variables_and_survives_an_interrupt_and_an_invalid_
     ray_on_this_machine, monkeypatch
 ):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    async with group_of("ray", env={"ROLLICK_TEST": "yes"}, policy="cpu") as group:
+    async with open_counters("ray", env={"ROLLICK_TEST": "yes"}, policy="cpu") as group:
         assert await group.call("policy", "variable", "ROLLICK_TEST") == "yes"
         assert await group.call("policy", "variable", "OMP_NUM_THREADS") == "1"
         assert await group.call("policy", "variable", "ONEDNN_MAX_CPU_ISA") == "AVX2"
@@ -227,7 +229,7 @@ async def test_a_worker_gets_variables_and_survives_an_interrupt_and_an_invalid_
 
 
 async def test_rays_processes_are_outside_the_controllers_process_group(ray_on_this_machine):
-    async with group_of("ray", policy="cpu") as group:
+    async with open_counters("ray", policy="cpu") as group:
         *_, worker = await group.call("policy", "where")
         with open(f"/proc/{worker}/stat") as file:  # noqa: ASYNC230
             raylet = int(file.read().rpartition(")")[2].split()[1])
@@ -235,9 +237,9 @@ async def test_rays_processes_are_outside_the_controllers_process_group(ray_on_t
 
 
 async def test_a_dead_worker_is_an_error_that_names_host_and_roles(ray_on_this_machine):
-    async with group_of("ray", policy="cpu:0", generators="cpu:0-1") as group:
+    async with open_counters("ray", policy="cpu:0", generators="cpu:0-1") as group:
         waiting = asyncio.create_task(group.call("generators", "wait", 60.0))
-        await until_waiting(group, now=1, cancelled=0)
+        await wait_for_waits(group, running=1, cancelled=0)
         name = r"host 0 \(cpu:0: policy 0, generators 0\) was lost"
         with pytest.raises(WorkerError, match=name) as lost:
             await group.call("policy", "die")
@@ -253,7 +255,7 @@ async def test_a_worker_that_is_stopped_failed_when_it_last_ran(ray_on_this_mach
     from rollick.cluster import pool
 
     monkeypatch.setattr(pool, "LOOK_S", 0.5)
-    async with group_of("ray", policy="cpu") as group:
+    async with open_counters("ray", policy="cpu") as group:
         await group.call("policy", "add")
         stopped_at = time.time()
         os.kill(group.worker_processes()["policy 0"], signal.SIGSTOP)
@@ -271,10 +273,12 @@ async def test_a_lost_worker_is_replaced_by_a_spare_that_has_imported(
     monkeypatch.setattr(pool, "SPARE_DELAY_S", 0)
     cluster = ClusterConfig(spare_workers=1, place_timeout_s=60)
     specs = [RoleSpec("policy", COUNTER)]
-    async with open_group(device_map(policy="cpu"), specs, cluster=cluster, threads=1) as group:
+    async with open_group(
+        make_device_map(policy="cpu"), specs, cluster=cluster, threads=1
+    ) as group:
         spares = group.transport._spares
         for _ in range(2):
-            spare = await spare_process(spares)
+            spare = await wait_for_spare(spares)
             assert spare not in group.worker_processes().values()
             with pytest.raises(WorkerError, match="was lost"):
                 await group.call("policy", "die")
@@ -289,8 +293,10 @@ async def test_a_spare_that_is_stopped_is_not_used(ray_on_this_machine, monkeypa
     monkeypatch.setattr(pool, "SPARE_DELAY_S", 0)
     cluster = ClusterConfig(spare_workers=1, place_timeout_s=60)
     specs = [RoleSpec("policy", COUNTER)]
-    async with open_group(device_map(policy="cpu"), specs, cluster=cluster, threads=1) as group:
-        spare = await spare_process(group.transport._spares)
+    async with open_group(
+        make_device_map(policy="cpu"), specs, cluster=cluster, threads=1
+    ) as group:
+        spare = await wait_for_spare(group.transport._spares)
         os.kill(spare, signal.SIGSTOP)
         while not is_stopped(spare):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -298,8 +304,8 @@ async def test_a_spare_that_is_stopped_is_not_used(ray_on_this_machine, monkeypa
         assert (await group.call("policy", "where"))[3] != spare
 
 
-async def spare_process(spares) -> int:
-    """The process of the only spare, when it has imported."""
+async def wait_for_spare(spares) -> int:
+    """Wait until the only spare has imported, and return its process id."""
     async with asyncio.timeout(30):
         while not spares._idle.get("cpu"):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -311,7 +317,7 @@ async def test_a_worker_that_cannot_be_placed_fails_within_its_deadline(ray_on_t
     begin = time.monotonic()
     with pytest.raises(PlacementError) as caught:
         async with open_group(
-            device_map(policy="0"), [RoleSpec("policy", COUNTER)], cluster=cluster, threads=1
+            make_device_map(policy="0"), [RoleSpec("policy", COUNTER)], cluster=cluster, threads=1
         ):
             pytest.fail("the group opened")
     assert 1 <= time.monotonic() - begin < 10
@@ -324,7 +330,7 @@ async def test_a_worker_that_cannot_be_placed_fails_within_its_deadline(ray_on_t
 async def test_a_placement_that_this_machine_can_never_hold_is_refused_at_once(ray_on_this_machine):
     from rollick.cluster.pool import check_totals
 
-    hosts = device_map(policy="cpu", generators="0-1").hosts()
+    hosts = make_device_map(policy="cpu", generators="0-1").hosts()
     with pytest.raises(PlacementError, match=r"the workers do not fit .* GPU 1; available: CPU "):
         check_totals(hosts, ClusterConfig())
     with pytest.raises(PlacementError, match=r"CPU 1000 GPU 0; available: CPU "):

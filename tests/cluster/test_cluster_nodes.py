@@ -1,4 +1,4 @@
-"""Where the hosts of a lost machine go, and the ranks with which a policy continues."""
+"""Placement of the hosts of a lost machine, and the ranks with which a policy continues."""
 
 from __future__ import annotations
 
@@ -70,25 +70,25 @@ def test_a_policy_continues_with_complete_replicas(
 
 
 def test_hosts_keep_their_index_when_a_policy_loses_ranks() -> None:
-    whole = DeviceMap({"policy": parse_devices("cpu:0-2"), "generators": parse_devices("cpu:1-3")})
-    fewer = whole.with_ranks("policy", [1, 2])
+    full = DeviceMap({"policy": parse_devices("cpu:0-2"), "generators": parse_devices("cpu:1-3")})
+    fewer = full.with_ranks("policy", [1, 2])
     assert [(host.index, dict(host.roles)) for host in fewer.hosts()] == [
         (1, {"policy": 0, "generators": 0}),
         (2, {"policy": 1, "generators": 1}),
         (3, {"generators": 2}),
     ]
-    again = fewer.with_ranks("policy", [1])
-    assert [host.index for host in again.hosts()] == [1, 2, 3]
-    assert again.host_of("policy", 0).index == 2
+    smallest = fewer.with_ranks("policy", [1])
+    assert [host.index for host in smallest.hosts()] == [1, 2, 3]
+    assert smallest.host_of("policy", 0).index == 2
 
 
-class Ray:
-    """A cluster of the controller's machine and another, which answers `answers` times."""
+class FakeRay:
+    """A cluster of the controller's machine and another, which replies to `beats` heartbeats."""
 
-    def __init__(self, answers: int) -> None:
-        self.left = answers
+    def __init__(self, beats: int) -> None:
+        self.beats_left = beats
         self.beat = SimpleNamespace(remote=self._beat)
-        self.answered_at = 0.0
+        self.last_beat_at = 0.0
 
     def get_runtime_context(self) -> SimpleNamespace:
         return SimpleNamespace(get_node_id=lambda: "controller")
@@ -96,16 +96,16 @@ class Ray:
     def kill(self, sentinel: object) -> None: ...
 
     async def _beat(self) -> None:
-        self.left -= 1
-        if self.left < 0:
+        self.beats_left -= 1
+        if self.beats_left < 0:
             await asyncio.Event().wait()
-        self.answered_at = time.time()
+        self.last_beat_at = time.time()
 
 
 async def test_a_silent_machine_failed_when_it_last_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ray = Ray(answers=3)
+    ray = FakeRay(beats=3)
     fakes = {"ray": ray, "_create_sentinel": lambda node: ray, "_read_nodes": lambda: ([], {})}
     for name, value in {**fakes, "BEAT_S": 0.01, "SILENT_S": 0.5}.items():
         monkeypatch.setattr(node_watch, name, value)
@@ -115,5 +115,5 @@ async def test_a_silent_machine_failed_when_it_last_answered(
         async with watch.fail_if_silent("other"):
             await asyncio.sleep(30)
     watch.close()
-    assert lost.value.failed_at == pytest.approx(ray.answered_at, abs=0.1)
-    assert time.time() - ray.answered_at >= 0.5
+    assert lost.value.failed_at == pytest.approx(ray.last_beat_at, abs=0.1)
+    assert time.time() - ray.last_beat_at >= 0.5

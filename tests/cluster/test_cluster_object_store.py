@@ -1,4 +1,4 @@
-"""Room for Ray's messages in a shared memory that other files have filled (a small tmpfs in a mount
+"""Room for Ray's messages when other files have filled the shared memory (a small tmpfs in a mount
 namespace)."""
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def test_ray_survives_a_full_shared_memory_and_a_message_without_room_is_refused
     # Smaller than /dev/shm, or Ray would use /tmp.
     env["RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES"] = str(100 << 20)
     command = ["unshare", "-Urm", "sh", "-c", IN_NAMESPACE, "sh", sys.executable, FILLED]
-    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
-    if ended.returncode == 99:
+    completed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
+    if completed.returncode == 99:
         pytest.skip("no mount namespace of one's own here")
-    assert ended.returncode == 0, ended.stderr
-    shortage, refusal = ended.stdout.splitlines()
+    assert completed.returncode == 0, completed.stderr
+    shortage, refusal = completed.stdout.splitlines()
     assert shortage == (
         "/dev/shm has 0 MB free; Ray keeps messages to workers there, and 67 MB are reserved for "
         "them"

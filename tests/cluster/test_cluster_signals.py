@@ -1,4 +1,4 @@
-"""Signals to a controller with workers on Ray: it decides what happens, not they."""
+"""Signals to the process group of a controller: only the controller handles them, not Ray."""
 
 import os
 import signal

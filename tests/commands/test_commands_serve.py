@@ -1,4 +1,4 @@
-"""A server that is stopped before it has begun."""
+"""A server that stops before its engine has started."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollick.errors import EngineError
 from rollick.serve.server import ServerAddress, ServeSettings
 
 
-def served_by(create: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ServedModel:
+def make_served_model(create: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ServedModel:
     monkeypatch.setattr(serve, "resolve", lambda kind, name: SimpleNamespace(create=create))
     return ServedModel(ModelConfig(path=str(folder)), InferConfig(), "tiny", "cpu")
 
@@ -28,20 +28,20 @@ def served_by(create: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Ser
 async def test_a_signal_ends_an_engines_start_that_hangs(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ):
-    begun, released = threading.Event(), threading.Event()
+    started, released = threading.Event(), threading.Event()
 
     def hang(*args: Any, **options: Any) -> Any:
-        begun.set()
+        started.set()
         released.wait(60)
 
-    served = served_by(hang, tiny_folder, monkeypatch)
+    served = make_served_model(hang, tiny_folder, monkeypatch)
     announced: list[ServerAddress] = []
     try:
         async with asyncio.timeout(20):
             running = asyncio.create_task(
                 serve_until_stopped(served, ServeSettings(), announced.append)
             )
-            await asyncio.to_thread(begun.wait, 20)
+            await asyncio.to_thread(started.wait, 20)
             os.kill(os.getpid(), number)
             await running
     finally:
@@ -55,6 +55,6 @@ async def test_the_error_of_an_engine_that_does_not_start_has_the_reason(
     def fail(*args: Any, **options: Any) -> Any:
         raise EngineError("no memory")
 
-    served = served_by(fail, tiny_folder, monkeypatch)
+    served = make_served_model(fail, tiny_folder, monkeypatch)
     with pytest.raises(EngineError, match="no memory"):
         await serve_until_stopped(served, ServeSettings(), lambda _: None)

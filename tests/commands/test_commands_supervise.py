@@ -1,4 +1,4 @@
-"""`rollick train --restarts`: when a run is started again, from where, and what is gone before."""
+"""`rollick train --restarts`: when a run restarts, its checkpoint, and the cleanup before it."""
 
 import fcntl
 import json
@@ -91,7 +91,7 @@ sys.exit(action.get("exit", 0))
 """
 
 
-def start(
+def start_supervisor(
     folder: Path,
     *plan: dict[str, Any],
     restarts: int = 3,
@@ -108,14 +108,14 @@ def start(
     return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
 
 
-def supervise(folder: Path, *plan: dict[str, Any], **options: Any) -> tuple[int, str]:
-    """Exit code and messages of a supervisor whose run does the actions one after another."""
-    with start(folder, *plan, **options) as process:
+def run_supervisor(folder: Path, *plan: dict[str, Any], **options: Any) -> tuple[int, str]:
+    """Exit code and messages of a supervisor; each start of its run takes an action of `plan`."""
+    with start_supervisor(folder, *plan, **options) as process:
         _, messages = process.communicate(timeout=60)
     return process.returncode, messages
 
 
-def attempts(folder: Path) -> list[str]:
+def read_attempts(folder: Path) -> list[str]:
     return (folder / "attempts.txt").read_text().split()
 
 
@@ -128,8 +128,8 @@ def wait_until(condition: Any) -> None:
 
 @pytest.mark.parametrize("code", [0, 2, 75])
 def test_a_run_that_ended_for_good_is_not_started_again(tmp_path: Path, code: int) -> None:
-    assert supervise(tmp_path, {"exit": code})[0] == code
-    assert attempts(tmp_path) == ["new"]
+    assert run_supervisor(tmp_path, {"exit": code})[0] == code
+    assert read_attempts(tmp_path) == ["new"]
     assert read_faults(tmp_path) == []
 
 
@@ -148,9 +148,9 @@ def test_a_crash_resumes_from_the_newest_checkpoint_and_is_recorded(
     tmp_path: Path, crash: dict[str, int], cause: str, kind: str
 ) -> None:
     first = {"save": 2, "log": [1, 2, 3], **crash}
-    code, messages = supervise(tmp_path, first, {"log": [3, 4], "exit": 0})
+    code, messages = run_supervisor(tmp_path, first, {"log": [3, 4], "exit": 0})
     assert code == 0
-    assert attempts(tmp_path) == ["new", "resume"]
+    assert read_attempts(tmp_path) == ["new", "resume"]
     expected = f"the run crashed: {cause}, after step 3; restart 1 of 3 now, from the checkpoint "
     assert expected + "of step 2" in messages
     (fault,) = read_faults(tmp_path)
@@ -170,15 +170,15 @@ def test_a_crash_costs_the_time_until_the_next_step_and_the_lost_steps(tmp_path:
     opened = {"event": "opened", "seconds": {"recover": 5, "redo": 3}}
     resumed = [opened, {"step": 2, "event": "restored"}]
     first = {"save": 2, "log": [1, 2, 3], "time": steps, "signal": 9}
-    supervise(tmp_path, first, {"time": resumed, "log": [3, 4], "exit": 0})
+    run_supervisor(tmp_path, first, {"time": resumed, "log": [3, 4], "exit": 0})
     (fault,) = read_faults(tmp_path)
     assert (fault.recover_s, fault.redo_s, fault.redone_steps) == (5, 3 + 10, 1)
 
 
-def repaired(number: int, *, at: float, **lost_s: float) -> dict[str, Any]:
-    """A row of faults.jsonl: a learner that was repaired, and the time that this took."""
-    what = {"id": f"f-{number}", "role": "policy", "rank": 0, "kind": "killed", "cause": ""}
-    return {**what, "step": 1, "failed_at": at, "detected_at": at, "rejoined_at": at, **lost_s}
+def make_fault_row(number: int, *, at: float, **lost_s: float) -> dict[str, Any]:
+    """A row of faults.jsonl: a learner that was repaired, and the time that it cost."""
+    fields = {"id": f"f-{number}", "role": "policy", "rank": 0, "kind": "killed", "cause": ""}
+    return {**fields, "step": 1, "failed_at": at, "detected_at": at, "rejoined_at": at, **lost_s}
 
 
 def test_time_that_another_fault_cost_is_not_counted_for_the_crash_again(tmp_path: Path) -> None:
@@ -188,18 +188,20 @@ def test_time_that_another_fault_cost_is_not_counted_for_the_crash_again(tmp_pat
         "log": [1],
         "time": [{"at": now - 100, "step": 1, "seconds": {"train": 10, "recover": 4}}],
         "faults": [
-            repaired(0, at=now - 110, recover_s=4),  # In the row of step 1.
-            repaired(1, at=now - 50, recover_s=20, redo_s=2),  # After it: in no row.
+            make_fault_row(0, at=now - 110, recover_s=4),  # In the row of step 1.
+            make_fault_row(1, at=now - 50, recover_s=20, redo_s=2),  # After that row: in no row.
         ],
         "signal": 9,
     }
     opened = {"at": now + 900, "event": "opened", "seconds": {"redo": 100, "recover": 30}}
     step = {"at": now + 1000, "step": 2, "seconds": {"train": 5, "recover": 7, "redo": 3}}
     later = [
-        repaired(2, at=now + 950, recover_s=7, redo_s=3),
-        repaired(3, at=now + 1100, recover_s=9),  # Not in a row yet.
+        make_fault_row(2, at=now + 950, recover_s=7, redo_s=3),
+        make_fault_row(3, at=now + 1100, recover_s=9),  # Not in a row yet.
     ]
-    supervise(tmp_path, first, {"time": [opened, step], "faults": later, "log": [2], "exit": 0})
+    run_supervisor(
+        tmp_path, first, {"time": [opened, step], "faults": later, "log": [2], "exit": 0}
+    )
     [crash] = [fault for fault in read_faults(tmp_path) if fault.role == "controller"]
     assert (crash.recover_s, crash.redo_s) == (30, 100 - 22)
 
@@ -210,7 +212,7 @@ def test_crashes_before_a_step_have_a_cost_each(tmp_path: Path) -> None:
 
     crash = {"save": 1, "log": [1], "signal": 9}
     again = {"time": [opened(5)], "signal": 9}
-    supervise(tmp_path, crash, again, {"time": [opened(7)], "log": [2], "exit": 0})
+    run_supervisor(tmp_path, crash, again, {"time": [opened(7)], "log": [2], "exit": 0})
     first, second = read_faults(tmp_path)
     assert first.gave_up == "the restarted run ended before a step: killed by SIGKILL"
     assert (first.recover_s, second.recover_s) == (5, 7)
@@ -218,13 +220,13 @@ def test_crashes_before_a_step_have_a_cost_each(tmp_path: Path) -> None:
 
 def test_a_run_that_was_killed_for_lack_of_memory_is_reported_as_such(tmp_path: Path) -> None:
     (tmp_path / "vmstat").write_text("oom_kill 3\n")
-    code, messages = supervise(tmp_path, {"kills": 4, "signal": 9}, {"exit": 0})
+    code, messages = run_supervisor(tmp_path, {"kills": 4, "signal": 9}, {"exit": 0})
     assert code == 0
     assert "the run crashed: killed by SIGKILL, probably out of memory" in messages
 
 
 def test_a_crash_before_the_first_checkpoint_starts_from_the_beginning(tmp_path: Path) -> None:
-    code, messages = supervise(tmp_path, {"exit": 69}, {"exit": 0})
+    code, messages = run_supervisor(tmp_path, {"exit": 69}, {"exit": 0})
     assert code == 0
     assert "from the beginning" in messages
 
@@ -233,7 +235,7 @@ def test_a_damaged_newest_checkpoint_is_not_named_as_the_one_to_resume_from(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "checkpoints" / "step-000009").mkdir(parents=True)
-    _, messages = supervise(tmp_path, {"save": 4, "exit": 69}, {"exit": 0})
+    _, messages = run_supervisor(tmp_path, {"save": 4, "exit": 69}, {"exit": 0})
     assert "from the checkpoint of step 4" in messages
 
 
@@ -241,9 +243,9 @@ def test_a_damaged_newest_checkpoint_is_not_named_as_the_one_to_resume_from(
 def test_restarts_without_a_new_checkpoint_end_when_the_budget_is_spent(
     tmp_path: Path, crash: dict[str, int], code: int
 ) -> None:
-    ended, messages = supervise(tmp_path, {"save": 1, **crash}, crash, restarts=2)
-    assert ended == code
-    assert attempts(tmp_path) == ["new", "resume", "resume"]
+    exit_code, messages = run_supervisor(tmp_path, {"save": 1, **crash}, crash, restarts=2)
+    assert exit_code == code
+    assert read_attempts(tmp_path) == ["new", "resume", "resume"]
     assert "giving up: 2 restarts in a row made no new checkpoint" in messages
     gave_up = [fault.gave_up for fault in read_faults(tmp_path)]
     assert gave_up[-1] == "2 restarts in a row made no new checkpoint"
@@ -251,14 +253,14 @@ def test_restarts_without_a_new_checkpoint_end_when_the_budget_is_spent(
 
 
 def test_a_restart_that_finds_a_mistake_ends_with_its_code(tmp_path: Path) -> None:
-    assert supervise(tmp_path, {"signal": 9}, {"exit": 2})[0] == 2
-    assert attempts(tmp_path) == ["new", "resume"]
+    assert run_supervisor(tmp_path, {"signal": 9}, {"exit": 2})[0] == 2
+    assert read_attempts(tmp_path) == ["new", "resume"]
 
 
 def test_each_new_checkpoint_refills_the_budget(tmp_path: Path) -> None:
     crashes = [{"save": step, "signal": 9} for step in (1, 2, 3, 4)]
-    assert supervise(tmp_path, *crashes, {"exit": 0}, restarts=1)[0] == 0
-    assert len(attempts(tmp_path)) == 5
+    assert run_supervisor(tmp_path, *crashes, {"exit": 0}, restarts=1)[0] == 0
+    assert len(read_attempts(tmp_path)) == 5
 
 
 def test_delays_double_up_to_a_minute_and_start_again_after_progress() -> None:
@@ -277,30 +279,30 @@ def test_a_run_without_checkpoints_has_a_budget_too() -> None:
 def test_a_signal_is_passed_on_and_the_code_of_the_run_is_returned(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    with start(tmp_path, {"handle": 75, "wait": True}) as process:
+    with start_supervisor(tmp_path, {"handle": 75, "wait": True}) as process:
         wait_until((tmp_path / "ready.txt").exists)
         process.send_signal(number)
         process.communicate(timeout=60)
     assert process.returncode == 75
-    assert attempts(tmp_path) == ["new"]
+    assert read_attempts(tmp_path) == ["new"]
 
 
 def test_a_run_that_dies_of_the_signal_is_not_started_again(tmp_path: Path) -> None:
-    with start(tmp_path, {"wait": True}) as process:
+    with start_supervisor(tmp_path, {"wait": True}) as process:
         wait_until((tmp_path / "ready.txt").exists)
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
     assert process.returncode == 75
-    assert attempts(tmp_path) == ["new"]
+    assert read_attempts(tmp_path) == ["new"]
 
 
 def test_a_signal_during_the_delay_ends_the_supervisor(tmp_path: Path) -> None:
-    with start(tmp_path, {"exit": 69}, delay_s=600) as process:
+    with start_supervisor(tmp_path, {"exit": 69}, delay_s=600) as process:
         wait_until(lambda: len(read_faults(tmp_path)) == 2)
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
     assert process.returncode == 75
-    assert len(attempts(tmp_path)) == 2
+    assert len(read_attempts(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("ending", [{"exit": 0}, {"signal": 9}])
@@ -308,22 +310,22 @@ def test_orphans_of_the_run_are_gone_before_it_is_started_again(
     tmp_path: Path, ending: dict[str, int]
 ) -> None:
     leave = {"leave": True, **ending}
-    assert supervise(tmp_path, leave, leave, {"exit": 0})[0] == 0
-    left = [int(pid) for pid in (tmp_path / "left.txt").read_text().split()]
-    assert len(left) == (2 if "signal" in ending else 1)
-    assert [pid for pid in left if Path(f"/proc/{pid}").exists()] == []
+    assert run_supervisor(tmp_path, leave, leave, {"exit": 0})[0] == 0
+    orphans = [int(pid) for pid in (tmp_path / "left.txt").read_text().split()]
+    assert len(orphans) == (2 if "signal" in ending else 1)
+    assert [pid for pid in orphans if Path(f"/proc/{pid}").exists()] == []
 
 
 def test_shared_memory_of_a_killed_run_is_freed_and_that_of_others_is_not(tmp_path: Path) -> None:
     (tmp_path / "rollick-snapshots-2").mkdir()
     with (tmp_path / "rollick-snapshots-2" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert supervise(tmp_path, {"share": True, "signal": 9}, {"exit": 0})[0] == 0
+        assert run_supervisor(tmp_path, {"share": True, "signal": 9}, {"exit": 0})[0] == 0
         assert [path.name for path in tmp_path.glob("rollick-*")] == ["rollick-snapshots-2"]
 
 
 def test_a_run_whose_supervisor_was_killed_gets_a_signal_to_save(tmp_path: Path) -> None:
-    with start(tmp_path, {"handle": 75, "wait": True}) as process:
+    with start_supervisor(tmp_path, {"handle": 75, "wait": True}) as process:
         wait_until((tmp_path / "ready.txt").exists)
         (run,) = find_descendants(process.pid)
         process.kill()
@@ -334,68 +336,74 @@ def test_a_run_whose_supervisor_was_killed_gets_a_signal_to_save(tmp_path: Path)
 PROGRESS = {"save": 1, "log": [1]}
 
 
-def standbys(folder: Path) -> list[int]:
+def read_standby_pids(folder: Path) -> list[int]:
     return [int(pid) for pid in (folder / "standby.txt").read_text().split()]
 
 
 def test_a_standby_resumes_a_crashed_run_and_the_next_one_ends_with_it(tmp_path: Path) -> None:
     first = {**PROGRESS, "until": "standby.txt", "signal": 9}
     again = {"save": 2, "log": [2], "until": "standby.txt", "leave": True}
-    code, messages = supervise(tmp_path, first, again, standby=True)
+    code, messages = run_supervisor(tmp_path, first, again, standby=True)
     assert code == 0, messages
-    assert attempts(tmp_path) == ["new", "standby"]
-    assert [pid for pid in standbys(tmp_path) if Path(f"/proc/{pid}").exists()] == []
+    assert read_attempts(tmp_path) == ["new", "standby"]
+    assert [pid for pid in read_standby_pids(tmp_path) if Path(f"/proc/{pid}").exists()] == []
     assert [fault.rejoined_at is None for fault in read_faults(tmp_path)] == [False]
 
 
 def test_without_progress_there_is_no_standby(tmp_path: Path) -> None:
-    assert supervise(tmp_path, {"signal": 9}, {"exit": 0}, standby=True)[0] == 0
-    assert attempts(tmp_path) == ["new", "resume"]
+    assert run_supervisor(tmp_path, {"signal": 9}, {"exit": 0}, standby=True)[0] == 0
+    assert read_attempts(tmp_path) == ["new", "resume"]
     assert not (tmp_path / "standby.txt").exists()
 
 
 def test_a_resumed_run_has_no_standby_before_its_first_step(tmp_path: Path) -> None:
-    assert supervise(tmp_path, {"save": 3, "log": [1, 2, 3], "exit": 75})[0] == 75
+    assert run_supervisor(tmp_path, {"save": 3, "log": [1, 2, 3], "exit": 75})[0] == 75
     for name in ("attempts.txt", "ready.txt"):
         (tmp_path / name).unlink()
     # A resumed run writes the rows of the earlier steps again.
-    with start(tmp_path, {"log": [3], "wait": True}, standby=True, resume=True) as process:
+    with start_supervisor(
+        tmp_path, {"log": [3], "wait": True}, standby=True, resume=True
+    ) as process:
         wait_until((tmp_path / "ready.txt").exists)
-        time.sleep(2)  # Two looks.
+        time.sleep(2)  # Two polls of the supervisor.
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
-    assert attempts(tmp_path) == ["resume"]
+    assert read_attempts(tmp_path) == ["resume"]
     assert not (tmp_path / "standby.txt").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_standby_that_does_not_work_is_not_used(tmp_path: Path, number: int) -> None:
     first = {**PROGRESS, "until": "go", "signal": 9}
-    with start(tmp_path, first, {"exit": 0}, standby=True) as process:
-        wait_until(lambda: (tmp_path / "standby.txt").exists() and standbys(tmp_path))
-        os.kill(standbys(tmp_path)[0], number)
+    with start_supervisor(tmp_path, first, {"exit": 0}, standby=True) as process:
+        wait_until(lambda: (tmp_path / "standby.txt").exists() and read_standby_pids(tmp_path))
+        os.kill(read_standby_pids(tmp_path)[0], number)
         time.sleep(0.05)  # Until the signal has had its effect.
         (tmp_path / "go").touch()
         process.communicate(timeout=60)
     assert process.returncode == 0
-    assert attempts(tmp_path) == ["new", "resume"]
+    assert read_attempts(tmp_path) == ["new", "resume"]
 
 
 def test_a_standby_that_ends_by_itself_is_not_started_for_ever(tmp_path: Path) -> None:
     (tmp_path / "no_standby").touch()
-    with start(tmp_path, {**PROGRESS, "wait": True}, standby=True) as process:
+    with start_supervisor(tmp_path, {**PROGRESS, "wait": True}, standby=True) as process:
         wait_until((tmp_path / "standby.txt").exists)
-        time.sleep(2.5)  # Two more looks.
+        time.sleep(2.5)  # Two more polls of the supervisor.
         process.send_signal(signal.SIGTERM)
         _, messages = process.communicate(timeout=60)
-    assert len(standbys(tmp_path)) == 1
+    assert len(read_standby_pids(tmp_path)) == 1
     assert "the standby process ended unexpectedly" in messages
 
 
 def test_a_standby_whose_supervisor_was_killed_ends(tmp_path: Path) -> None:
-    with start(tmp_path, {**PROGRESS, "wait": True}, standby=True) as process:
-        wait_until(lambda: (tmp_path / "standby.txt").exists() and standbys(tmp_path))
-        (standby,) = [each for each in find_descendants() if each.pid == standbys(tmp_path)[0]]
+    with start_supervisor(tmp_path, {**PROGRESS, "wait": True}, standby=True) as process:
+        wait_until(lambda: (tmp_path / "standby.txt").exists() and read_standby_pids(tmp_path))
+        (standby,) = [
+            descendant
+            for descendant in find_descendants()
+            if descendant.pid == read_standby_pids(tmp_path)[0]
+        ]
         process.kill()
         process.communicate(timeout=60)
         wait_until(lambda: not is_running(standby))

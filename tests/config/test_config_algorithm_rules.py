@@ -1,4 +1,4 @@
-"""Recipes that are right, beside each rule that refuses the wrong ones (bad_recipes.txt)."""
+"""Valid recipes for each algorithm rule; bad_recipes.txt has the invalid ones."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rollick.types import Prompt, Turn
 SUMS = {"source": "object:rows", "rewards": ["exact_match"]}
 TEACHER = {"path": "big"}
 OPD = {"advantage": "opd"}
-LATE = {"max_staleness": 1}
+STALE = {"max_staleness": 1}
 
 
-def problems(**sections: Any) -> list[str]:
+def find_problems(**sections: Any) -> list[str]:
     data = sections.pop("data", {"domains": {"sums": SUMS}})
     recipe = {"model": {"path": "tiny"}, "data": data, **sections}
     loaded = recipe_from_dict(recipe, objects={"rows"}, base_dir=Path.cwd())
@@ -44,7 +44,7 @@ def problems(**sections: Any) -> list[str]:
     ids=str,
 )
 def test_settings_that_have_an_effect_are_taken(sections: dict[str, Any]) -> None:
-    assert problems(**sections) == []
+    assert find_problems(**sections) == []
 
 
 @pytest.mark.parametrize(
@@ -62,11 +62,11 @@ def test_settings_that_have_an_effect_are_taken(sections: dict[str, Any]) -> Non
 def test_stale_tokens_are_trained_on_where_something_bounds_them(
     algorithm: dict[str, Any], train: dict[str, Any]
 ) -> None:
-    assert problems(algorithm=algorithm, train=train, rollout=LATE) == []
+    assert find_problems(algorithm=algorithm, train=train, rollout=STALE) == []
 
 
 def test_without_staleness_the_ratio_to_the_old_policy_needs_no_bound() -> None:
-    assert problems(algorithm={"loss": "ppo", "correction": "token_tis"}) == []
+    assert find_problems(algorithm={"loss": "ppo", "correction": "token_tis"}) == []
 
 
 @pytest.mark.parametrize(
@@ -87,10 +87,10 @@ def test_groups_with_equal_scores_are_dropped_by_default_where_they_have_no_grad
 ) -> None:
     (tmp_path / "mine.py").write_text("def advantage(groups, options): ...")
     data = {"domains": {"sums": {**SUMS, "algorithm": algorithm}}}
-    plain = {"model": {"path": "tiny"}, "data": data, "devices": {"critic": "cpu"}}
+    raw_recipe = {"model": {"path": "tiny"}, "data": data, "devices": {"critic": "cpu"}}
     if algorithm != "ppo":
-        del plain["devices"]
-    loaded = recipe_from_dict(plain, objects={"rows"}, base_dir=tmp_path)
+        del raw_recipe["devices"]
+    loaded = recipe_from_dict(raw_recipe, objects={"rows"}, base_dir=tmp_path)
     recipe = rl_recipe(loaded.recipe)
     assert recipe.drops_no_signal("sums") is drops
     of = Prompt("0", "sums", (Turn("user", "2 + 2?"),))
@@ -101,13 +101,13 @@ def test_groups_with_equal_scores_are_dropped_by_default_where_they_have_no_grad
 def test_a_domain_that_learns_from_a_teacher_alone_needs_no_reward() -> None:
     domains = {"sums": SUMS, "taught": {"source": "object:rows", "algorithm": OPD}}
     rollout = {"drop_no_signal": False}
-    assert problems(data={"domains": domains}, rollout=rollout, teacher=TEACHER) == []
+    assert find_problems(data={"domains": domains}, rollout=rollout, teacher=TEACHER) == []
 
 
 def test_an_algorithm_that_no_domain_uses_is_not_checked() -> None:
-    own = {**SUMS, "algorithm": {"advantage": "reinforce"}}
+    domain = {**SUMS, "algorithm": {"advantage": "reinforce"}}
     rollout = {"group_size": 1, "drop_no_signal": False}
-    assert problems(data={"domains": {"sums": own}}, rollout=rollout) == []
+    assert find_problems(data={"domains": {"sums": domain}}, rollout=rollout) == []
 
 
 @pytest.mark.parametrize("loss", ["dpo", {"name": "ipo", "beta": 0.5}])
@@ -115,13 +115,13 @@ def test_pairs_are_learned_from_by_dpo_and_ipo(loss: Any) -> None:
     pairs = {"source": "object:rows", "chosen": "good", "rejected": "bad"}
     devices = {"reference": "cpu"}
     data = {"domains": {"pairs": pairs}}
-    assert problems(pipeline="dpo", data=data, algorithm={"loss": loss}, devices=devices) == []
-    assert problems(pipeline="dpo", data=data) == []
+    assert find_problems(pipeline="dpo", data=data, algorithm={"loss": loss}, devices=devices) == []
+    assert find_problems(pipeline="dpo", data=data) == []
 
 
 def test_completions_are_distilled_with_any_divergence() -> None:
     data = {"domains": {"sums": {"source": "object:rows", "completion": "answer"}}}
     loss = {"name": "distillation", "divergence": "skewed_reverse", "skew": 0.2}
     sections = {"algorithm": {"loss": loss, "aggregation": "fixed_length"}, "teacher": TEACHER}
-    assert problems(pipeline="distill", data=data, **sections) == []
-    assert problems(pipeline="distill", data=data, teacher={**TEACHER, "top_k": 8}) == []
+    assert find_problems(pipeline="distill", data=data, **sections) == []
+    assert find_problems(pipeline="distill", data=data, teacher={**TEACHER, "top_k": 8}) == []

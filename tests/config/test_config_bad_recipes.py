@@ -1,6 +1,6 @@
-"""Every way to get a recipe wrong that we know of, with the exact words of the answer.
+"""Invalid recipes and the exact error messages for them.
 
-The table is bad_recipes.txt, so that it reads like the terminal.
+The cases are in bad_recipes.txt, in the format of the terminal output.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollick.errors import ConfigError
 TABLE = Path(__file__).parent / "bad_recipes.txt"
 MODEL = "model: {path: tiny}\n"
 DATA = "data: {domains: {sums: {source: sums.jsonl, rewards: [exact_match]}}}\n"
-MINE = """\
+USER_MODULE = """\
 def loss(inputs, options): ...
 def advantage(groups, options): ...
 def reward(completion, answer, tolerance=0): ...
@@ -34,19 +34,19 @@ MODELS = {
 }
 
 
-def cases() -> list[tuple[str, list[str]]]:
+def read_cases() -> list[tuple[str, list[str]]]:
     lines = [line for line in TABLE.read_text().splitlines() if not line.startswith("#")]
-    blocks = [list(block) for filled, block in groupby(lines, key=bool) if filled]
+    blocks = [list(block) for has_text, block in groupby(lines, key=bool) if has_text]
     return [
         (
             "\n".join(line[2:] for line in block if line.startswith("| ")) + "\n",
-            [_with_names(line) for line in block if not line.startswith("| ")],
+            [_insert_names(line) for line in block if not line.startswith("| ")],
         )
         for block in blocks
     ]
 
 
-def _with_names(line: str) -> str:
+def _insert_names(line: str) -> str:
     for kind, table in NAMES.items():
         line = line.replace(f"<{kind}>", ", ".join(table))
     return line.replace("<recipe>", ", ".join(RlvrRecipe.model_fields))
@@ -55,7 +55,7 @@ def _with_names(line: str) -> str:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "mine.py").write_text(USER_MODULE)
     (tmp_path / "broken.py").write_text("def loss(:\n")
     for name, sizes in MODELS.items():
         (tmp_path / name).mkdir()
@@ -64,7 +64,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("text", "messages"), cases(), ids=lambda part: str(part)[:60])
+@pytest.mark.parametrize(("text", "messages"), read_cases(), ids=lambda part: str(part)[:60])
 def test_a_wrong_recipe_gets_these_messages(text: str, messages: list[str], folder: Path) -> None:
     model = "" if "model:" in text else MODEL
     data = "" if "data:" in text else DATA
@@ -78,7 +78,7 @@ def test_a_wrong_recipe_gets_these_messages(text: str, messages: list[str], fold
 
 
 def test_the_table_has_all_its_cases() -> None:
-    assert len(cases()) >= 110
+    assert len(read_cases()) >= 110
 
 
 def test_the_text_around_the_cases_is_right(folder: Path) -> None:

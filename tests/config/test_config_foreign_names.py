@@ -1,4 +1,4 @@
-"""Settings by the names of other libraries are answered with ours."""
+"""A setting with another library's name gets an error that names rollick's key."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SFT: dict[str, Any] = {
 }
 
 
-def problem(recipe: dict[str, Any]) -> str:
+def get_error(recipe: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as raised:
         recipe_from_dict(recipe)
     return str(raised.value)
@@ -55,11 +55,11 @@ def problem(recipe: dict[str, Any]) -> str:
 def test_the_name_of_another_library_gets_a_message_with_ours(
     recipe: dict[str, Any], ours: str
 ) -> None:
-    assert f"unknown key '{ours}" in problem(recipe)
+    assert f"unknown key '{ours}" in get_error(recipe)
 
 
 def test_a_setting_that_the_pipeline_lacks_is_not_advised() -> None:
-    assert "group_size" not in problem({**SFT, "num_generations": 8})
+    assert "group_size" not in get_error({**SFT, "num_generations": 8})
 
 
 @pytest.mark.parametrize(("name", "ours"), FOREIGN_NAMES.items())

@@ -1,4 +1,4 @@
-"""Keys that were renamed: an old one is answered with the new one, which exists."""
+"""Renamed keys: the error for an old key names the new one, and the new one exists."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rollick.config.validation_messages import RENAMED_KEYS, has_key, new_key
 from rollick.errors import ConfigError
 
 
-def nested(path: list[str], value: Any) -> dict[str, Any]:
-    return {path[0]: nested(path[1:], value) if len(path) > 1 else value}
+def nest_value(path: list[str], value: Any) -> dict[str, Any]:
+    return {path[0]: nest_value(path[1:], value) if len(path) > 1 else value}
 
 
 @pytest.mark.parametrize("old", RENAMED_KEYS)
 def test_an_old_key_gets_a_message_with_the_new_one(old: str) -> None:
     path = old.replace("data.*.*", "data.domains.mine").split(".")
-    recipe: dict[str, Any] = {"pipeline": "agentic", "model": {"path": "x"}} | nested(path, 1)
+    recipe: dict[str, Any] = {"pipeline": "agentic", "model": {"path": "x"}} | nest_value(path, 1)
     if path[0] != "data":
         recipe["data"] = {"domains": {"mine": {"environment": "sokoban"}}}
     elif path[1] != "domains":

@@ -1,4 +1,4 @@
-"""Names that installed packages add: found without an import, refused where two say the same."""
+"""Names that installed packages register: found without an import; an error if registered twice."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ data:
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[Install]:
-    """Lays a package with its metadata into a folder of its own and puts that onto the path."""
+    """A function that writes a package with its metadata and adds its folder to sys.path."""
 
-    def lay(name: str = "acme_parts", entries: str = ENTRIES) -> Path:
+    def install_package(name: str = "acme_parts", entries: str = ENTRIES) -> Path:
         site = tmp_path / f"site_{name}"
         (site / name).mkdir(parents=True)
         (site / name / "__init__.py").touch()
@@ -108,7 +108,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[Instal
         monkeypatch.syspath_prepend(site)
         return site
 
-    yield lay
+    yield install_package
     for module in [name for name in sys.modules if name.startswith("acme_")]:
         del sys.modules[module]
 
@@ -119,7 +119,7 @@ def load(folder: Path, text: str = "", *, reward: str = "exact_match") -> Loaded
     return load_recipe(folder / "recipe.yaml")
 
 
-def problems(folder: Path, text: str, **options: Any) -> list[str]:
+def find_problems(folder: Path, text: str, **options: Any) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load(folder, text, **options)
     return [line.strip().removeprefix(f"{folder}/") for line in str(caught.value).splitlines()[1:]]
@@ -171,7 +171,7 @@ def test_a_misspelt_name_gets_a_message_with_that_of_a_package(
 ) -> None:
     install()
     known = ", ".join([*NAMES["losses"], "climb", "gone", "squared", "whole_module"])
-    assert problems(tmp_path, "algorithm: {loss: squarred}\n") == [
+    assert find_problems(tmp_path, "algorithm: {loss: squarred}\n") == [
         f"recipe.yaml:1:19: algorithm.loss: 'squarred' is not one of the losses ({known}); "
         "did you mean 'squared'?"
     ]
@@ -181,7 +181,7 @@ def test_a_misspelt_name_gets_a_message_with_that_of_a_package(
 
 def test_options_of_a_package_part_go_into_options(install: Install, tmp_path: Path) -> None:
     install()
-    assert problems(tmp_path, "algorithm: {loss: {name: squared, by: 3}}\n") == [
+    assert find_problems(tmp_path, "algorithm: {loss: {name: squared, by: 3}}\n") == [
         "recipe.yaml:1:35: algorithm.loss.by: unknown key 'by'; "
         "the keys here are name, options, needs"
     ]
@@ -193,12 +193,12 @@ def test_a_package_that_takes_a_name_of_ours_is_an_error_once_the_name_is_used(
     install(entries="[rollick.losses]\nppo = PACKAGE.parts:squared\n")
     assert load(tmp_path).recipe.algorithm.loss.name == "dppo_tv"
     assert names_of("losses") == list(NAMES["losses"])
-    words = "'ppo' of the losses is registered by rollick itself and by acme-parts"
+    reason = "'ppo' of the losses is registered by rollick itself and by acme-parts"
     fix = "uninstall acme-parts, or name its function as package.module:function"
-    assert problems(tmp_path, "algorithm: {loss: {name: ppo, clip_low: 0.1}}\n") == [
-        f"recipe.yaml:1:26: algorithm.loss.name: {words}; {fix}"
+    assert find_problems(tmp_path, "algorithm: {loss: {name: ppo, clip_low: 0.1}}\n") == [
+        f"recipe.yaml:1:26: algorithm.loss.name: {reason}; {fix}"
     ]
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=reason):
         resolve("losses", "ppo")
 
 
@@ -208,12 +208,12 @@ def test_a_name_of_two_packages_is_an_error_once_it_is_used(
     for name in ("acme_parts", "acme_more"):
         install(name, "[rollick.rewards]\nshout = PACKAGE.parts:shout\n")
     assert load(tmp_path).recipe.data.domains
-    words = "'shout' of the rewards is registered by acme-more and by acme-parts"
+    reason = "'shout' of the rewards is registered by acme-more and by acme-parts"
     fix = "uninstall acme-more or acme-parts, or name its function as package.module:function"
-    assert problems(tmp_path, "", reward="shout") == [
-        f"recipe.yaml:4:42: data.domains.sums.rewards.0: {words}; {fix}"
+    assert find_problems(tmp_path, "", reward="shout") == [
+        f"recipe.yaml:4:42: data.domains.sums.rewards.0: {reason}; {fix}"
     ]
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=reason):
         resolve("rewards", "shout")
     assert resolve("rewards", "acme_more.parts:shout")("LOUD") == 1
 
@@ -232,7 +232,7 @@ def test_an_entry_point_that_names_no_function_is_an_error(
     install: Install, tmp_path: Path
 ) -> None:
     install()
-    assert problems(tmp_path, "algorithm: {loss: whole_module}\n") == [
+    assert find_problems(tmp_path, "algorithm: {loss: whole_module}\n") == [
         "recipe.yaml:1:19: algorithm.loss: 'whole_module' of the losses is registered as "
         "'acme_parts.parts'; its package must register it as module:attribute"
     ]
@@ -253,20 +253,20 @@ def test_list_marks_the_package_of_a_name(
     install()
     monkeypatch.setenv("COLUMNS", "250")
 
-    def printed(*arguments: str) -> str:
+    def run_list(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["rollick", "list", *arguments])
         with pytest.raises(SystemExit):
             main()
         return capsys.readouterr().out
 
-    assert ", shout (acme-parts)" in " ".join(printed().split())
-    table = json.loads(printed("--json"))
+    assert ", shout (acme-parts)" in " ".join(run_list().split())
+    table = json.loads(run_list("--json"))
     assert table["rewards"] == [*NAMES["rewards"], "shout"]
     assert table["kl_forms"] == ["k1", "k2", "k3"]
 
 
 def test_another_process_finds_the_same_names(install: Install) -> None:
-    """As a worker does, which gets the recipe and nothing else."""
+    """A worker process gets only the recipe and resolves the names itself."""
     site = install()
     code = "from rollick.config.names import resolve; print(resolve('rewards', 'shout')('LOUD'))"
     child = subprocess.run(

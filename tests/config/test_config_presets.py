@@ -1,4 +1,4 @@
-"""Presets: values of the papers, what goes over them, and the recipe that comes out."""
+"""Presets: the values of the papers, overrides of them, and the resulting recipe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rollick.config.schema.algorithm import AlgorithmConfig
 from rollick.config.schema.losses import CispoLoss, DppoTvLoss, PpoLoss
 from rollick.errors import ConfigError
 
-PLAIN = (
+MINIMAL_RECIPE = (
     "model: {path: tiny}\ndata: {domains: {sums: {source: 'object:rows', rewards: [contains]}}}\n"
 )
 
@@ -33,7 +33,7 @@ def algorithm(**settings: Any) -> AlgorithmConfig:
 
 
 def load(folder: Path, text: str, *overrides: str) -> LoadedRecipe:
-    (folder / "recipe.yaml").write_text(text + PLAIN)
+    (folder / "recipe.yaml").write_text(text + MINIMAL_RECIPE)
     return load_recipe(folder / "recipe.yaml", overrides, objects={"rows"})
 
 
@@ -53,8 +53,8 @@ def test_a_preset_has_the_values_of_the_loaded_section(name: str) -> None:
     section = algorithm(preset=name).model_dump()
     assert section["preset"] == name
     for key, settings in PRESETS[name].settings.items():
-        inside = settings.items() if isinstance(settings, dict) else [(None, settings)]
-        for option, value in inside:
+        options = settings.items() if isinstance(settings, dict) else [(None, settings)]
+        for option, value in options:
             assert (section[key][option] if option else section[key]) == value
 
 
@@ -92,17 +92,17 @@ def test_dppo_is_the_default() -> None:
 
 
 def test_given_keys_override_the_preset_one_by_one() -> None:
-    made = algorithm(
+    merged = algorithm(
         preset="dapo",
         loss={"clip_high": 0.3},
         shaping={"length_weight": 0.5},
         kl={"coefficient": 0.1},
         aggregation="prompt_mean",
     )
-    assert made.loss == PpoLoss(clip_low=0.2, clip_high=0.3)
-    assert (made.shaping.length_limit, made.shaping.length_weight) == ("max_tokens", 0.5)
-    assert (made.kl.coefficient, made.aggregation) == (0.1, "prompt_mean")
-    assert made.advantage == NormalisedAdvantage()
+    assert merged.loss == PpoLoss(clip_low=0.2, clip_high=0.3)
+    assert (merged.shaping.length_limit, merged.shaping.length_weight) == ("max_tokens", 0.5)
+    assert (merged.kl.coefficient, merged.aggregation) == (0.1, "prompt_mean")
+    assert merged.advantage == NormalisedAdvantage()
 
 
 @pytest.mark.parametrize(
@@ -134,17 +134,19 @@ def test_the_dumped_recipe_has_every_value_and_loads_to_an_equal_one(
     loaded = load(tmp_path, text)
     assert "max_ratio: 5.0" in dump_recipe(loaded.recipe)
     (tmp_path / "again.yaml").write_text(dump_recipe(loaded.recipe))
-    again = load_recipe(tmp_path / "again.yaml", objects={"rows"})
-    assert again.recipe == loaded.recipe
-    assert dump_recipe(again.recipe) == dump_recipe(loaded.recipe)
+    reloaded = load_recipe(tmp_path / "again.yaml", objects={"rows"})
+    assert reloaded.recipe == loaded.recipe
+    assert dump_recipe(reloaded.recipe) == dump_recipe(loaded.recipe)
 
 
 def test_a_domain_can_have_a_preset_of_its_own(tmp_path: Path) -> None:
     key = "data.domains.sums.algorithm"
-    mine = load(tmp_path, "algorithm: grpo\n", f"{key}=dapo", f"{key}.loss.clip_high=0.4").recipe
-    assert mine.algorithm.preset == "grpo"
-    own = mine.data.domains["sums"].algorithm
-    assert own == algorithm(preset="dapo", loss={"clip_high": 0.4})
+    loaded_recipe = load(
+        tmp_path, "algorithm: grpo\n", f"{key}=dapo", f"{key}.loss.clip_high=0.4"
+    ).recipe
+    assert loaded_recipe.algorithm.preset == "grpo"
+    domain_algorithm = loaded_recipe.data.domains["sums"].algorithm
+    assert domain_algorithm == algorithm(preset="dapo", loss={"clip_high": 0.4})
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,7 @@ def test_naming_another_preset_drops_the_overrides_of_the_previous_one(
 
 
 def test_a_recipe_overrides_the_preset_of_the_recipe_that_it_extends(tmp_path: Path) -> None:
-    (tmp_path / "base.yaml").write_text(PLAIN + "algorithm: dapo\n")
+    (tmp_path / "base.yaml").write_text(MINIMAL_RECIPE + "algorithm: dapo\n")
     for settings, expected in (
         ("{loss: {clip_low: 0.1}}", algorithm(preset="dapo", loss={"clip_low": 0.1})),
         ("{advantage: dr_grpo}", algorithm(preset="dapo", advantage="dr_grpo")),

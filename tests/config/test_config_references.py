@@ -1,4 +1,4 @@
-"""`file.py:name` is checked by reading; only `deep` imports."""
+"""References such as `file.py:name` are checked without an import, except by a deep check."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollick.config.load import check_recipe, load_recipe
 from rollick.config.references import read_reference
 from rollick.errors import ConfigError
 
-MINE = """\
+USER_MODULE = """\
 import functools
 from math import *
 raise SystemExit("this file must not be run")
@@ -32,8 +32,8 @@ except ImportError:
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> Path:
-    (tmp_path / "mine.py").write_text(MINE.replace("from math import *\n", ""))
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(USER_MODULE.replace("from math import *\n", ""))
     (tmp_path / "star.py").write_text("from math import *\n")
     return tmp_path
 
@@ -50,34 +50,34 @@ def mine(tmp_path: Path) -> Path:
         ("functools", "other"),
     ],
 )
-def test_a_name_is_found_without_running_the_file(mine: Path, name: str, kind: str) -> None:
-    assert read_reference(f"mine.py:{name}", mine).kind == kind
+def test_a_name_is_found_without_running_the_file(folder: Path, name: str, kind: str) -> None:
+    assert read_reference(f"mine.py:{name}", folder).kind == kind
 
 
-def test_a_star_import_may_hold_any_name(mine: Path) -> None:
-    assert read_reference("star.py:sin", mine).kind == "other"
+def test_a_star_import_may_hold_any_name(folder: Path) -> None:
+    assert read_reference("star.py:sin", folder).kind == "other"
 
 
-def test_parameters_are_read_from_the_text(mine: Path) -> None:
-    waits = read_reference("mine.py:waits", mine).parameters
+def test_parameters_are_read_from_the_text(folder: Path) -> None:
+    waits = read_reference("mine.py:waits", folder).parameters
     assert waits is not None
     assert (waits.names, waits.has_kwargs) == (("completion", "tolerance"), True)
-    by_position = read_reference("mine.py:by_position", mine).parameters
+    by_position = read_reference("mine.py:by_position", folder).parameters
     assert by_position is not None
     assert (by_position.required_positional_only, by_position.names) == (("a",), ("c",))
-    assert read_reference("mine.py:decorated", mine).parameters is None
+    assert read_reference("mine.py:decorated", folder).parameters is None
 
 
-def test_a_module_of_a_package_is_found_without_importing_it(mine: Path) -> None:
-    assert read_reference("rollick.config.devices:parse_devices", mine).kind == "function"
-    assert read_reference("rollick.errors:ConfigError", mine).kind == "class"
-    assert read_reference("math:sin", mine).kind == "other"
+def test_a_module_of_a_package_is_found_without_importing_it(folder: Path) -> None:
+    assert read_reference("rollick.config.devices:parse_devices", folder).kind == "function"
+    assert read_reference("rollick.errors:ConfigError", folder).kind == "class"
+    assert read_reference("math:sin", folder).kind == "other"
 
 
-def test_a_missing_name_gets_a_message_with_the_existing_ones(mine: Path) -> None:
-    (mine / "small.py").write_text("def one(): ...\ndef _two(): ...\n")
+def test_a_missing_name_gets_a_message_with_the_existing_ones(folder: Path) -> None:
+    (folder / "small.py").write_text("def one(): ...\ndef _two(): ...\n")
     with pytest.raises(ConfigError) as caught:
-        read_reference("small.py:absent", mine)
+        read_reference("small.py:absent", folder)
     assert caught.value.message == "small.py does not define 'absent'"
     assert caught.value.fix == "it defines: one"
 

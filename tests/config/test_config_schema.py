@@ -1,4 +1,4 @@
-"""The schema: documented, closed, and in agreement with the table of names."""
+"""The schema: documented, closed to unknown keys, consistent with the table of names."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rollick.config.schema import RECIPES, RolloutConfig
 from rollick.config.schema.section import Section, union_tags
 
 
-def subclasses(section: type[Section]) -> Iterator[type[Section]]:
-    for inner in section.__subclasses__():
-        if inner.__module__.startswith("rollick.config.schema."):
-            yield inner
-            yield from subclasses(inner)
+def iterate_subclasses(section: type[Section]) -> Iterator[type[Section]]:
+    for subclass in section.__subclasses__():
+        if subclass.__module__.startswith("rollick.config.schema."):
+            yield subclass
+            yield from iterate_subclasses(subclass)
 
 
-SECTIONS = [s for s in dict.fromkeys(subclasses(Section)) if "[" not in s.__name__]
+SECTIONS = [s for s in dict.fromkeys(iterate_subclasses(Section)) if "[" not in s.__name__]
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
@@ -47,7 +47,7 @@ def test_a_recipe_cannot_be_rewritten() -> None:
         RolloutConfig().group_size = 3  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def tags(part: str) -> Iterator[tuple[str, Any]]:
+def iterate_tags(part: str) -> Iterator[tuple[str, Any]]:
     union = schema.AlgorithmConfig.model_fields[part].annotation
     for section in get_args(union):
         for tag in union_tags(section):
@@ -59,7 +59,7 @@ def tags(part: str) -> Iterator[tuple[str, Any]]:
     [("advantage", "advantages"), ("loss", "losses"), ("correction", "corrections")],
 )
 def test_the_parts_of_the_schema_are_those_of_the_table(part: str, kind: str) -> None:
-    sections = dict(tags(part))
+    sections = dict(iterate_tags(part))
     assert set(sections) == {*NAMES[kind], "custom"}
     for name in NAMES[kind]:
         assert sections[name].model_validate({"name": name}).name == name

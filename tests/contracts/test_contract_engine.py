@@ -1,7 +1,7 @@
-"""The guarantees of every engine. A new engine joins with a factory in ENGINES.
+"""Contract tests that every engine must pass. To add an engine, add its factory to ENGINES.
 
-Plain transformers on the same folder is the oracle. vLLM is a real one, on the CPU; its processes
-are shared by all tests (conftest.py), which therefore run on one event loop.
+The oracle is plain transformers with the same model folder. vLLM runs for real, on the CPU. All
+tests share its processes (conftest.py), so they run on one event loop.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 SIZES = {"hidden": 64, "layers": 2, "heads": 2, "kv_heads": 1}
 SLOTS = 8
 LONG = 200
-"""Tokens of a request that is still running when a test interrupts it."""
+"""The length of a request that still runs when a test interrupts it."""
 
 
-async def _native(folder: Path, infer: InferConfig, *, deterministic: bool = False) -> Engine:
+async def _create_native(
+    folder: Path, infer: InferConfig, *, deterministic: bool = False
+) -> Engine:
     return NativeEngine.create(
         infer,
         ModelConfig(path=str(folder)),
@@ -53,22 +55,22 @@ async def _native(folder: Path, infer: InferConfig, *, deterministic: bool = Fal
     )
 
 
-async def _native_deterministic(folder: Path, infer: InferConfig) -> Engine:
-    return await _native(folder, infer, deterministic=True)
+async def _create_deterministic(folder: Path, infer: InferConfig) -> Engine:
+    return await _create_native(folder, infer, deterministic=True)
 
 
 Factory = Callable[[Path, InferConfig], Awaitable[Engine]]
 
 
-def _with_vllm(request: pytest.FixtureRequest) -> Factory:
+def _make_vllm_factory(request: pytest.FixtureRequest) -> Factory:
     engines = request.getfixturevalue("vllm_engines")
     return lambda folder, infer: engines.fresh(folder, slots=infer.slots)
 
 
 ENGINES: dict[str, Callable[[pytest.FixtureRequest], Factory]] = {
-    "native": lambda _: _native,
-    "native, deterministic": lambda _: _native_deterministic,
-    "vllm": _with_vllm,
+    "native": lambda _: _create_native,
+    "native, deterministic": lambda _: _create_deterministic,
+    "vllm": _make_vllm_factory,
 }
 
 
@@ -83,13 +85,13 @@ def factory(request: pytest.FixtureRequest) -> Factory:
 
 
 @pytest.fixture(params=[name for name in ENGINES if name.startswith("native")])
-def keeping(request: pytest.FixtureRequest) -> Factory:
+def keep_cache_factory(request: pytest.FixtureRequest) -> Factory:
     """Engines with Capability.KEEP_CACHE."""
     return ENGINES[request.param](request)
 
 
 @asynccontextmanager
-async def _open(factory: Factory, folder: Path) -> AsyncIterator[Engine]:
+async def _open_engine(factory: Factory, folder: Path) -> AsyncIterator[Engine]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     engine = await factory(folder, InferConfig(slots=SLOTS, max_length=256))
@@ -101,15 +103,15 @@ async def _open(factory: Factory, folder: Path) -> AsyncIterator[Engine]:
         torch.set_num_threads(threads)
 
 
-def _model(seed: int) -> Any:
+def _make_model(seed: int) -> Any:
     return tiny_model(len(tiny_tokenizer()), seed=seed, **SIZES).eval()
 
 
-def _weights(seed: int) -> list[tuple[str, torch.Tensor]]:
-    return [(name, value.detach()) for name, value in _model(seed).named_parameters()]
+def _make_weights(seed: int) -> list[tuple[str, torch.Tensor]]:
+    return [(name, value.detach()) for name, value in _make_model(seed).named_parameters()]
 
 
-def _request(
+def _make_request(
     index: int = 0,
     ids: Sequence[int] = (1, 8, 9),
     *,
@@ -126,48 +128,48 @@ def _request(
     )
 
 
-async def _running(engine: Engine, *, tokens: int = 5) -> None:
-    goal = engine.load().generated_tokens + tokens
-    while engine.load().generated_tokens < goal:  # noqa: ASYNC110
+async def _wait_for_tokens(engine: Engine, *, tokens: int = 5) -> None:
+    target = engine.load().generated_tokens + tokens
+    while engine.load().generated_tokens < target:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
 
-def _fill(engine: Engine) -> list[asyncio.Task[Completion]]:
-    """A long request in every slot."""
+def _fill_slots(engine: Engine) -> list[asyncio.Task[Completion]]:
+    """Start a long request in every slot."""
     return [
-        asyncio.create_task(engine.generate(_request(index, max_tokens=LONG)))
+        asyncio.create_task(engine.generate(_make_request(index, max_tokens=LONG)))
         for index in range(SLOTS)
     ]
 
 
-def _oracle(model: Any, prompt: Sequence[int], completion: Completion) -> np.ndarray:
+def _compute_logprobs(model: Any, prompt: Sequence[int], completion: Completion) -> np.ndarray:
     """Log-probs of the generated tokens from a full forward at temperature 1."""
     generated = torch.from_numpy(completion.token_ids.astype(np.int64))
     with torch.no_grad():
         logits = model(torch.cat([torch.tensor(prompt), generated])[None]).logits[0]
-    picked = logits[len(prompt) - 1 : -1].log_softmax(-1).gather(-1, generated[:, None])
-    return picked[:, 0].numpy()
+    token_logprobs = logits[len(prompt) - 1 : -1].log_softmax(-1).gather(-1, generated[:, None])
+    return token_logprobs[:, 0].numpy()
 
 
 async def test_a_completion_has_a_log_prob_and_a_version_for_each_token(factory, folder):
-    async with _open(factory, folder) as engine:
-        completion = await engine.generate(_request())
+    async with _open_engine(factory, folder) as engine:
+        completion = await engine.generate(_make_request())
     assert completion.uid == SampleId(0, 0)
     assert completion.stop is StopReason.LENGTH
     assert len(completion.token_ids) == 12
     assert completion.versions.tolist() == [0] * 12
     assert completion.seconds > 0
     np.testing.assert_allclose(
-        completion.logprobs, _oracle(_model(0), (1, 8, 9), completion), atol=1e-4
+        completion.logprobs, _compute_logprobs(_make_model(0), (1, 8, 9), completion), atol=1e-4
     )
     assert not completion.token_ids.flags.writeable
 
 
 async def test_greedy_always_takes_the_most_likely_token(factory, folder):
-    async with _open(factory, folder) as engine:
-        completion = await engine.generate(_request(temperature=0.0))
+    async with _open_engine(factory, folder) as engine:
+        completion = await engine.generate(_make_request(temperature=0.0))
     ids = torch.tensor([[1, 8, 9]])
-    expected = _model(0).generate(
+    expected = _make_model(0).generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=12,
@@ -178,19 +180,19 @@ async def test_greedy_always_takes_the_most_likely_token(factory, folder):
 
 
 async def test_a_sample_depends_only_on_its_random_stream(factory, folder):
-    async with _open(factory, folder) as engine:
-        first = await engine.generate(_request(1))
+    async with _open_engine(factory, folder) as engine:
+        first = await engine.generate(_make_request(1))
         again, other = await asyncio.gather(
-            engine.generate(_request(1)), engine.generate(_request(2))
+            engine.generate(_make_request(1)), engine.generate(_make_request(2))
         )
     assert first.token_ids.tolist() == again.token_ids.tolist()
     assert first.token_ids.tolist() != other.token_ids.tolist()
 
 
 async def test_an_aborted_request_returns_its_tokens_so_far(factory, folder):
-    async with _open(factory, folder) as engine:
-        task = asyncio.create_task(engine.generate(_request(max_tokens=LONG)))
-        await _running(engine)
+    async with _open_engine(factory, folder) as engine:
+        task = asyncio.create_task(engine.generate(_make_request(max_tokens=LONG)))
+        await _wait_for_tokens(engine)
         await engine.abort(SampleId(0, 0))
         completion = await task
     assert completion.stop is StopReason.ABORTED
@@ -199,10 +201,10 @@ async def test_an_aborted_request_returns_its_tokens_so_far(factory, folder):
 
 
 async def test_an_aborted_waiting_request_returns_no_tokens(factory, folder):
-    async with _open(factory, folder) as engine:
-        running = _fill(engine)
-        waiting = asyncio.create_task(engine.generate(_request(SLOTS)))
-        # Before that, some may not have arrived: an engine may be another process.
+    async with _open_engine(factory, folder) as engine:
+        running = _fill_slots(engine)
+        waiting = asyncio.create_task(engine.generate(_make_request(SLOTS)))
+        # Requests may arrive late, because an engine may run in another process.
         while (engine.load().running, engine.load().waiting) != (SLOTS, 1):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         await engine.abort(SampleId(0, SLOTS))
@@ -215,29 +217,29 @@ async def test_an_aborted_waiting_request_returns_no_tokens(factory, folder):
 
 
 async def test_aborting_an_unknown_request_does_nothing(factory, folder):
-    async with _open(factory, folder) as engine:
+    async with _open_engine(factory, folder) as engine:
         await engine.abort(SampleId(7, 7))
-        assert len((await engine.generate(_request())).token_ids) == 12
+        assert len((await engine.generate(_make_request())).token_ids) == 12
 
 
 async def test_a_cancelled_call_frees_its_slot(factory, folder):
-    async with _open(factory, folder) as engine:
-        running = _fill(engine)
-        await _running(engine)
+    async with _open_engine(factory, folder) as engine:
+        running = _fill_slots(engine)
+        await _wait_for_tokens(engine)
         running[0].cancel()
         with pytest.raises(asyncio.CancelledError):
             await running[0]
-        assert len((await engine.generate(_request(0))).token_ids) == 12
+        assert len((await engine.generate(_make_request(0))).token_ids) == 12
         assert not any(task.done() for task in running[1:])
         await asyncio.gather(*running[1:])
         assert engine.load().running == 0
 
 
 async def test_a_paused_engine_generates_nothing_and_resumes(factory, folder):
-    async with _open(factory, folder) as engine:
-        undisturbed = await engine.generate(_request(max_tokens=LONG))
-        task = asyncio.create_task(engine.generate(_request(max_tokens=LONG)))
-        await _running(engine)
+    async with _open_engine(factory, folder) as engine:
+        undisturbed = await engine.generate(_make_request(max_tokens=LONG))
+        task = asyncio.create_task(engine.generate(_make_request(max_tokens=LONG)))
+        await _wait_for_tokens(engine)
         await engine.pause()
         generated = engine.load().generated_tokens
         await asyncio.sleep(0.05)
@@ -249,145 +251,162 @@ async def test_a_paused_engine_generates_nothing_and_resumes(factory, folder):
 
 
 async def test_a_paused_engine_still_aborts(factory, folder):
-    async with _open(factory, folder) as engine:
-        task = asyncio.create_task(engine.generate(_request(max_tokens=LONG)))
-        await _running(engine)
+    async with _open_engine(factory, folder) as engine:
+        task = asyncio.create_task(engine.generate(_make_request(max_tokens=LONG)))
+        await _wait_for_tokens(engine)
         await engine.pause()
         await engine.abort(SampleId(0, 0))
         assert (await task).stop is StopReason.ABORTED
 
 
 async def test_a_continued_request_generates_what_an_uninterrupted_one_would(factory, folder):
-    async with _open(factory, folder) as engine:
-        complete = await engine.generate(_request(max_tokens=LONG))
-        task = asyncio.create_task(engine.generate(_request(max_tokens=LONG)))
-        await _running(engine)
+    async with _open_engine(factory, folder) as engine:
+        uninterrupted = await engine.generate(_make_request(max_tokens=LONG))
+        task = asyncio.create_task(engine.generate(_make_request(max_tokens=LONG)))
+        await _wait_for_tokens(engine)
         await engine.abort(SampleId(0, 0))
-        part = await task
-        rest = await engine.generate(_request(max_tokens=LONG, continue_from=part))
+        partial = await task
+        continued = await engine.generate(_make_request(max_tokens=LONG, continue_from=partial))
         capabilities = engine.capabilities
-    generated = len(part.token_ids)
-    assert rest.token_ids[:generated].tolist() == complete.token_ids[:generated].tolist()
+    generated = len(partial.token_ids)
+    assert continued.token_ids[:generated].tolist() == uninterrupted.token_ids[:generated].tolist()
     # A deterministic engine continues with exactly the same tokens.
     if Capability.DETERMINISTIC in capabilities:
-        assert rest.token_ids.tolist() == complete.token_ids.tolist()
-    np.testing.assert_allclose(rest.logprobs, _oracle(_model(0), (1, 8, 9), rest), atol=1e-4)
-    assert rest.versions.tolist() == [0] * LONG
-    assert rest.stop is StopReason.LENGTH
+        assert continued.token_ids.tolist() == uninterrupted.token_ids.tolist()
+    np.testing.assert_allclose(
+        continued.logprobs, _compute_logprobs(_make_model(0), (1, 8, 9), continued), atol=1e-4
+    )
+    assert continued.versions.tolist() == [0] * LONG
+    assert continued.stop is StopReason.LENGTH
 
 
 async def test_an_aborted_waiting_continuation_keeps_its_earlier_tokens(factory, folder):
-    async with _open(factory, folder) as engine:
-        part = await engine.generate(_request(max_tokens=4))
+    async with _open_engine(factory, folder) as engine:
+        partial = await engine.generate(_make_request(max_tokens=4))
         await engine.pause()
-        task = asyncio.create_task(engine.generate(_request(continue_from=part)))
+        task = asyncio.create_task(engine.generate(_make_request(continue_from=partial)))
         await asyncio.sleep(0)
         await engine.abort(SampleId(0, 0))
-        assert (await task).token_ids.tolist() == part.token_ids.tolist()
+        assert (await task).token_ids.tolist() == partial.token_ids.tolist()
 
 
 async def test_tokens_after_an_update_use_the_new_weights_and_version(factory, folder):
-    weights = _weights(1)
-    async with _open(factory, folder) as engine:
-        task = asyncio.create_task(engine.generate(_request(max_tokens=LONG)))
-        await _running(engine)
+    weights = _make_weights(1)
+    async with _open_engine(factory, folder) as engine:
+        task = asyncio.create_task(engine.generate(_make_request(max_tokens=LONG)))
+        await _wait_for_tokens(engine)
         actual = await engine.update(weights, PolicyVersion(1), fingerprint(weights))
         completion = await task
         assert actual == fingerprint(weights)
         assert engine.load().version == 1
     versions = completion.versions.tolist()
-    changed = versions.index(1)
-    assert versions == [0] * changed + [1] * (LONG - changed)
-    assert 5 <= changed < LONG
-    old, new = (_oracle(_model(seed), (1, 8, 9), completion) for seed in (0, 1))
-    np.testing.assert_allclose(completion.logprobs[:changed], old[:changed], atol=1e-4)
-    np.testing.assert_allclose(completion.logprobs[changed:], new[changed:], atol=1e-4)
+    first_new = versions.index(1)
+    assert versions == [0] * first_new + [1] * (LONG - first_new)
+    assert 5 <= first_new < LONG
+    old_logprobs, new_logprobs = (
+        _compute_logprobs(_make_model(seed), (1, 8, 9), completion) for seed in (0, 1)
+    )
+    np.testing.assert_allclose(completion.logprobs[:first_new], old_logprobs[:first_new], atol=1e-4)
+    np.testing.assert_allclose(completion.logprobs[first_new:], new_logprobs[first_new:], atol=1e-4)
 
 
-async def test_tokens_on_a_cache_kept_over_an_update_are_flagged(keeping, folder):
-    async with _open(keeping, folder) as engine:
+async def test_tokens_on_a_cache_kept_over_an_update_are_flagged(keep_cache_factory, folder):
+    async with _open_engine(keep_cache_factory, folder) as engine:
         assert Capability.KEEP_CACHE in engine.capabilities
-        requests = [_request(0, max_tokens=30), _request(1, max_tokens=LONG)]
+        requests = [_make_request(0, max_tokens=30), _make_request(1, max_tokens=LONG)]
         tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
-        await _running(engine, tokens=10)
-        await engine.update(_weights(1), PolicyVersion(1), keep_cache=True)
-        later = await engine.generate(_request(2))
+        await _wait_for_tokens(engine, tokens=10)
+        await engine.update(_make_weights(1), PolicyVersion(1), keep_cache=True)
+        later = await engine.generate(_make_request(2))
         for task in tasks:
             completion = await task
             flags = completion.versions == 1
             assert 0 < np.count_nonzero(flags) < len(flags)
             assert completion.kept_cache.tolist() == flags.tolist()
-            old = _oracle(_model(0), (1, 8, 9), completion)
-            np.testing.assert_allclose(completion.logprobs[~flags], old[~flags], atol=1e-4)
-    new = _oracle(_model(1), (1, 8, 9), completion)
-    assert np.abs(completion.logprobs[flags] - new[flags]).max() > 1e-3, "of no single version"
+            old_logprobs = _compute_logprobs(_make_model(0), (1, 8, 9), completion)
+            np.testing.assert_allclose(completion.logprobs[~flags], old_logprobs[~flags], atol=1e-4)
+    new_logprobs = _compute_logprobs(_make_model(1), (1, 8, 9), completion)
+    assert np.abs(completion.logprobs[flags] - new_logprobs[flags]).max() > 1e-3, (
+        "of no single version"
+    )
     assert later.kept_cache is None, "a later request reuses no cache of an older version"
-    np.testing.assert_allclose(later.logprobs, _oracle(_model(1), (1, 8, 9), later), atol=1e-4)
+    np.testing.assert_allclose(
+        later.logprobs, _compute_logprobs(_make_model(1), (1, 8, 9), later), atol=1e-4
+    )
 
 
-async def test_a_continued_request_keeps_its_flags_and_recomputes_its_cache(keeping, folder):
-    async with _open(keeping, folder) as engine:
-        task = asyncio.create_task(engine.generate(_request(max_tokens=LONG)))
-        await _running(engine)
+async def test_a_continued_request_keeps_its_flags_and_recomputes_its_cache(
+    keep_cache_factory, folder
+):
+    async with _open_engine(keep_cache_factory, folder) as engine:
+        task = asyncio.create_task(engine.generate(_make_request(max_tokens=LONG)))
+        await _wait_for_tokens(engine)
         await engine.pause()
-        await engine.update(_weights(1), PolicyVersion(1), keep_cache=True)
+        await engine.update(_make_weights(1), PolicyVersion(1), keep_cache=True)
         await engine.resume()
-        await _running(engine)
+        await _wait_for_tokens(engine)
         await engine.abort(SampleId(0, 0))
-        part = await task
-        rest = await engine.generate(_request(max_tokens=LONG, continue_from=part))
-    flagged = int(np.count_nonzero(part.kept_cache))
-    assert flagged == np.count_nonzero(part.versions) >= 5
-    assert np.flatnonzero(rest.kept_cache).tolist() == np.flatnonzero(part.kept_cache).tolist()
-    clean, new = len(part.token_ids), _oracle(_model(1), (1, 8, 9), rest)
-    np.testing.assert_allclose(rest.logprobs[clean:], new[clean:], atol=1e-4)
+        partial = await task
+        continued = await engine.generate(_make_request(max_tokens=LONG, continue_from=partial))
+    flagged = int(np.count_nonzero(partial.kept_cache))
+    assert flagged == np.count_nonzero(partial.versions) >= 5
+    assert (
+        np.flatnonzero(continued.kept_cache).tolist() == np.flatnonzero(partial.kept_cache).tolist()
+    )
+    first_clean, new_logprobs = (
+        len(partial.token_ids),
+        _compute_logprobs(_make_model(1), (1, 8, 9), continued),
+    )
+    np.testing.assert_allclose(
+        continued.logprobs[first_clean:], new_logprobs[first_clean:], atol=1e-4
+    )
 
 
-async def test_tokens_on_a_recomputed_cache_are_not_flagged(keeping, folder):
-    async with _open(keeping, folder) as engine:
-        task = asyncio.create_task(engine.generate(_request(max_tokens=LONG)))
-        await _running(engine)
-        await engine.update(_weights(1), PolicyVersion(1), keep_cache=True)
+async def test_tokens_on_a_recomputed_cache_are_not_flagged(keep_cache_factory, folder):
+    async with _open_engine(keep_cache_factory, folder) as engine:
+        task = asyncio.create_task(engine.generate(_make_request(max_tokens=LONG)))
+        await _wait_for_tokens(engine)
+        await engine.update(_make_weights(1), PolicyVersion(1), keep_cache=True)
         await engine.commit_shared(PolicyVersion(1), keep_cache=True)
-        await engine.update(_weights(2), PolicyVersion(2))
+        await engine.update(_make_weights(2), PolicyVersion(2))
         completion = await task
     flags = completion.kept_cache
     assert flags is None or not flags[completion.versions == 2].any()
 
 
 async def test_a_completion_has_its_queue_and_prefill_times(factory, folder):
-    async with _open(factory, folder) as engine:
+    async with _open_engine(factory, folder) as engine:
         first, *_, last = await asyncio.gather(
-            *(engine.generate(_request(index, max_tokens=LONG)) for index in range(SLOTS)),
-            engine.generate(_request(SLOTS)),
+            *(engine.generate(_make_request(index, max_tokens=LONG)) for index in range(SLOTS)),
+            engine.generate(_make_request(SLOTS)),
         )
         await engine.pause()
-        task = asyncio.create_task(engine.generate(_request()))
+        task = asyncio.create_task(engine.generate(_make_request()))
         await asyncio.sleep(0.02)
         await engine.abort(SampleId(0, 0))
-        waited = await task
+        never_started = await task
     for done in (first, last):
         assert 0 < done.prefill_s < done.seconds - done.queued_s
     assert last.queued_s > 0.5 * first.seconds
-    assert (waited.queued_s, waited.prefill_s) == (waited.seconds, 0)
-    assert waited.seconds > 0.01
+    assert (never_started.queued_s, never_started.prefill_s) == (never_started.seconds, 0)
+    assert never_started.seconds > 0.01
 
 
 async def test_an_engine_that_cannot_keep_its_cache_raises(factory, folder):
-    async with _open(factory, folder) as engine:
+    async with _open_engine(factory, folder) as engine:
         if Capability.KEEP_CACHE in engine.capabilities:
-            await engine.update(_weights(0), PolicyVersion(1), keep_cache=True)
+            await engine.update(_make_weights(0), PolicyVersion(1), keep_cache=True)
         else:
             with pytest.raises(EngineError, match="keep_cache"):
-                await engine.update(_weights(0), PolicyVersion(1), keep_cache=True)
+                await engine.update(_make_weights(0), PolicyVersion(1), keep_cache=True)
         assert engine.load().version == int(Capability.KEEP_CACHE in engine.capabilities)
 
 
 async def test_an_update_of_a_paused_engine_leaves_it_paused(factory, folder):
-    async with _open(factory, folder) as engine:
+    async with _open_engine(factory, folder) as engine:
         await engine.pause()
-        await engine.update(_weights(1), PolicyVersion(1))
-        task = asyncio.create_task(engine.generate(_request()))
+        await engine.update(_make_weights(1), PolicyVersion(1))
+        task = asyncio.create_task(engine.generate(_make_request()))
         await asyncio.sleep(0.05)
         assert engine.load().generated_tokens == 0
         await engine.resume()
@@ -395,11 +414,11 @@ async def test_an_update_of_a_paused_engine_leaves_it_paused(factory, folder):
 
 
 async def test_an_update_with_another_fingerprint_changes_nothing(factory, folder):
-    async with _open(factory, folder) as engine:
-        before = await engine.generate(_request())
+    async with _open_engine(factory, folder) as engine:
+        before = await engine.generate(_make_request())
         with pytest.raises(WeightError, match="fingerprint"):
-            await engine.update(_weights(1), PolicyVersion(1), Fingerprint("0" * 32))
-        after = await engine.generate(_request())
+            await engine.update(_make_weights(1), PolicyVersion(1), Fingerprint("0" * 32))
+        after = await engine.generate(_make_request())
         assert engine.load().version == 0
     assert after.token_ids.tolist() == before.token_ids.tolist()
     np.testing.assert_array_equal(after.logprobs, before.logprobs)
@@ -407,10 +426,10 @@ async def test_an_update_with_another_fingerprint_changes_nothing(factory, folde
 
 @pytest.mark.parametrize("fault", ["missing", "unknown", "misshapen", "interrupted"])
 async def test_weights_that_do_not_fit_change_nothing(factory, folder, fault):
-    name, tensor = _weights(1)[0]
+    name, tensor = _make_weights(1)[0]
 
     def stream():
-        yield from _weights(1)[1:]
+        yield from _make_weights(1)[1:]
         if fault == "unknown":
             yield "model.extra", tensor
             yield name, tensor
@@ -419,36 +438,36 @@ async def test_weights_that_do_not_fit_change_nothing(factory, folder, fault):
         if fault == "interrupted":
             raise ConnectionError("the sender died")
 
-    async with _open(factory, folder) as engine:
-        before = await engine.generate(_request())
+    async with _open_engine(factory, folder) as engine:
+        before = await engine.generate(_make_request())
         with pytest.raises((WeightError, ConnectionError)):
             await engine.update(stream(), PolicyVersion(1))
-        after = await engine.generate(_request())
+        after = await engine.generate(_make_request())
     np.testing.assert_array_equal(after.logprobs, before.logprobs)
     assert after.versions.tolist() == [0] * 12
 
 
 async def test_a_stop_string_ends_a_sample(factory, folder):
     decode = tiny_tokenizer().decode
-    async with _open(factory, folder) as engine:
-        free = await engine.generate(_request(max_tokens=60))
+    async with _open_engine(factory, folder) as engine:
+        free = await engine.generate(_make_request(max_tokens=60))
         text = decode(free.token_ids.tolist())
         stop = text[20:22]
-        completion = await engine.generate(_request(max_tokens=60, stop=(stop,)))
+        completion = await engine.generate(_make_request(max_tokens=60, stop=(stop,)))
     assert completion.stop is StopReason.STOP
     actual = decode(completion.token_ids.tolist())
     assert actual == text[: text.index(stop) + 2]
 
 
 async def test_after_sleep_and_wake_an_engine_generates_the_same(factory, folder):
-    async with _open(factory, folder) as engine:
+    async with _open_engine(factory, folder) as engine:
         if Capability.SLEEP not in engine.capabilities:
             with pytest.raises(EngineError, match="sleep"):
                 await engine.sleep()
             return
-        before = await engine.generate(_request())
+        before = await engine.generate(_make_request())
         await engine.sleep()
-        task = asyncio.create_task(engine.generate(_request()))
+        task = asyncio.create_task(engine.generate(_make_request()))
         await asyncio.sleep(0.02)
         assert not task.done()
         await engine.wake()
@@ -456,14 +475,14 @@ async def test_after_sleep_and_wake_an_engine_generates_the_same(factory, folder
 
 
 async def test_an_engine_whose_weights_only_updates_change_passes_every_check(factory, folder):
-    async with _open(factory, folder) as engine:
+    async with _open_engine(factory, folder) as engine:
         assert isinstance(engine, SupportsWeightCheck)
         await engine.check_weights()
-        await engine.generate(_request())
+        await engine.generate(_make_request())
         await engine.check_weights()
         for version in (1, 2):
-            await engine.update(_weights(version), PolicyVersion(version))
-            await engine.generate(_request())
+            await engine.update(_make_weights(version), PolicyVersion(version))
+            await engine.generate(_make_request())
             await engine.check_weights()
         if Capability.SLEEP in engine.capabilities:
             await engine.sleep()
@@ -474,10 +493,10 @@ async def test_an_engine_whose_weights_only_updates_change_passes_every_check(fa
 @pytest.mark.parametrize("has_decoded", [False, True])
 async def test_an_engine_with_a_flipped_byte_fails_its_check(factory, folder, has_decoded):
     """The native engine on the CPU decodes from copies of the weights."""
-    async with _open(factory, folder) as engine:
-        await engine.update(_weights(1), PolicyVersion(1))
+    async with _open_engine(factory, folder) as engine:
+        await engine.update(_make_weights(1), PolicyVersion(1))
         if has_decoded:
-            await engine.generate(_request())
+            await engine.generate(_make_request())
         await engine.check_weights()
         await _flip_byte(engine)
         with pytest.raises(EngineCorrupt, match="fingerprint"):
@@ -485,50 +504,50 @@ async def test_an_engine_with_a_flipped_byte_fails_its_check(factory, folder, ha
 
 
 async def _flip_byte(engine: Any) -> None:
-    """Change one bit of a weight behind the engine's back."""
+    """Flip one bit of a weight in the engine's memory."""
     if isinstance(engine, NativeEngine):
         flip_byte(engine)
         return
-    weights = [(name, value.clone()) for name, value in _weights(1)]
+    weights = [(name, value.clone()) for name, value in _make_weights(1)]
     norm = dict(weights)["model.norm.weight"]
-    norm.view(torch.uint8)[3] ^= 0x40  # On a CPU, vLLM keeps only packed copies of others.
+    norm.view(torch.uint8)[3] ^= 0x40  # On a CPU, vLLM keeps other weights only as packed copies.
     with stage_file(sum(value.nbytes for _, value in weights)) as path:
         write_bundle(weights, path)
         await engine._client.llm.collective_rpc("rollick_reload", args=(path,))
 
 
 async def test_a_prompt_that_does_not_fit_raises_with_both_numbers(factory, folder):
-    async with _open(factory, folder) as engine:
+    async with _open_engine(factory, folder) as engine:
         with pytest.raises(EngineError, match=r"300.*256"):
-            await engine.generate(_request(ids=[1] * 300))
+            await engine.generate(_make_request(ids=[1] * 300))
         with pytest.raises(EngineError, match="empty"):
-            await engine.generate(_request(ids=[]))
+            await engine.generate(_make_request(ids=[]))
 
 
 async def test_a_request_that_is_already_running_raises(factory, folder):
-    async with _open(factory, folder) as engine:
-        task = asyncio.create_task(engine.generate(_request(max_tokens=LONG)))
-        await _running(engine)
+    async with _open_engine(factory, folder) as engine:
+        task = asyncio.create_task(engine.generate(_make_request(max_tokens=LONG)))
+        await _wait_for_tokens(engine)
         with pytest.raises(EngineError, match=r"g0\.0"):
-            await engine.generate(_request())
+            await engine.generate(_make_request())
         assert len((await task).token_ids) == LONG
 
 
 async def test_load_counts_requests_tokens_and_time(factory, folder):
-    async with _open(factory, folder) as engine:
+    async with _open_engine(factory, folder) as engine:
         assert (engine.load().running, engine.load().slots) == (0, SLOTS)
-        await asyncio.gather(*(engine.generate(_request(index)) for index in range(10)))
+        await asyncio.gather(*(engine.generate(_make_request(index)) for index in range(10)))
         load = engine.load()
     assert (load.running, load.waiting, load.generated_tokens) == (0, 0, 120)
     assert load.busy_seconds > 0
 
 
 async def test_closing_fails_pending_and_later_requests(factory, folder):
-    async with _open(factory, folder) as engine:
-        task = asyncio.create_task(engine.generate(_request(max_tokens=LONG)))
-        await _running(engine)
+    async with _open_engine(factory, folder) as engine:
+        task = asyncio.create_task(engine.generate(_make_request(max_tokens=LONG)))
+        await _wait_for_tokens(engine)
         await engine.close()
         with pytest.raises(EngineError, match="closed"):
             await task
         with pytest.raises(EngineError, match="closed"):
-            await engine.generate(_request())
+            await engine.generate(_make_request())

@@ -1,10 +1,10 @@
-"""What every loss promises: its gradient does not depend on how a batch is cut, packed or spread.
+"""Contract tests that every loss must pass: its gradient does not depend on how a batch is split.
 
-For each loss and aggregation, with KL and entropy, beside another algorithm in the same batch: the
-gradient of a whole model is the same, to 1e-10 in float64, for any micro-batches, any order of
-samples in them, 1, 2 or 3 ranks whose gradients are summed, rows that fill up a pack, and with
-what a group's samples begin with computed once or for each of them. A new loss or aggregation
-joins by its name in the table.
+Each loss and aggregation runs with KL and entropy, next to another algorithm in the same batch. The
+gradient of a full model must be equal to 1e-10 in float64 for any micro-batches, any order of the
+samples, any number of ranks whose gradients are summed, micro-batches padded to full tiles, and
+shared prefixes computed once or per sample. A new loss or aggregation in NAMES is tested
+automatically.
 """
 
 from __future__ import annotations
@@ -41,13 +41,16 @@ from rollick.types import NOT_SAMPLED
 LENGTHS = [7, 11, 8, 6, 9, 10, 5, 8]
 """Four groups of two: three for the loss under test, the last one for another algorithm."""
 PROMPT, MAX_TOKENS, TOP = 3, 9, 4
-BESIDE = {"aggregation": "sequence_mean_token_sum", "kl": {"coefficient": 0.05, "form": "k2"}}
-LEARNER_OLD = {"correction": "none", "kl": {"coefficient": 0.1}, "entropy": 0.02}
+OTHER_ALGORITHM = {
+    "aggregation": "sequence_mean_token_sum",
+    "kl": {"coefficient": 0.05, "form": "k2"},
+}
+TESTED_OPTIONS = {"correction": "none", "kl": {"coefficient": 0.1}, "entropy": 0.02}
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How a strategy cuts and packs what it is given."""
+class Packing:
+    """The settings with which a strategy splits and packs a batch."""
 
     pairs: bool = False
     share_prefix: bool = False
@@ -55,7 +58,7 @@ class Cut:
     deterministic: bool = False
 
 
-StrategyOf = Callable[[Cut], LocalStrategy]
+StrategyFactory = Callable[[Packing], LocalStrategy]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,43 +70,43 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def strategy_of(tmp_path_factory: pytest.TempPathFactory) -> StrategyOf:
+def strategy_factory(tmp_path_factory: pytest.TempPathFactory) -> StrategyFactory:
     folder = save_tiny(tmp_path_factory.mktemp("tiny"), hidden=16, layers=1)
 
     @cache
-    def build(cut: Cut) -> LocalStrategy:
+    def build_strategy(packing: Packing) -> LocalStrategy:
         recipe: Recipe = recipe_of(
             folder,
-            pipeline="dpo" if cut.pairs else "rlvr",
-            run={"deterministic": cut.deterministic},
-            train={"share_prefix": cut.share_prefix, "tokens_per_microbatch": cut.tokens},
+            pipeline="dpo" if packing.pairs else "rlvr",
+            run={"deterministic": packing.deterministic},
+            train={"share_prefix": packing.share_prefix, "tokens_per_microbatch": packing.tokens},
         )
         strategy = LocalStrategy(recipe)
         strategy.module.double()
         widen_norms(strategy.module)
         return strategy
 
-    return build
+    return build_strategy
 
 
-def gradient(
+def compute_gradient(
     strategy: LocalStrategy, loss: LossFn, parts: Sequence[Batch]
 ) -> tuple[torch.Tensor, list[LossReport]]:
-    """Summed over the parts: those of ranks, or of one rank."""
+    """The gradient, summed over parts of one rank or of several, and the report of each part."""
     strategy.module.zero_grad()
     reports = [strategy.forward_backward(part, loss) for part in parts if part.rows]
-    every = [p.grad.flatten() for p in strategy.module.parameters() if p.grad is not None]
-    return torch.cat(every).clone(), reports
+    gradients = [p.grad.flatten() for p in strategy.module.parameters() if p.grad is not None]
+    return torch.cat(gradients).clone(), reports
 
 
-def near(logprobs_N: Any, mask_N: Any, random: np.random.Generator) -> Any:
-    """Other log-probs, by about 0.2, so that every branch of every loss occurs."""
+def perturb_logprobs(logprobs_N: Any, mask_N: Any, random: np.random.Generator) -> Any:
+    """Shift log-probs by about 0.2, so that every branch of every loss occurs."""
     return np.where(mask_N, np.minimum(logprobs_N + 0.2 * random.normal(size=len(mask_N)), -0.1), 0)
 
 
-def samples(strategy: LocalStrategy, *, pairs: bool) -> Batch:
-    """Members of a group share a prefix; the middle of each answer is an observation, where nothing
-    is known (-inf). All that a loss may look at is there."""
+def make_batch(strategy: LocalStrategy, *, pairs: bool) -> Batch:
+    """A batch with every input that a loss may read. Members of a group share a prefix. The second
+    token of each completion is an observation, with a log-prob of -inf."""
     random = np.random.default_rng(5)
     batch = random_batch(LENGTHS, prompt=PROMPT, seed=2)
     ids_N, mask_N = batch.token_ids_N.copy(), batch.loss_mask_N.copy()
@@ -112,37 +115,37 @@ def samples(strategy: LocalStrategy, *, pairs: bool) -> Batch:
         ids_N[starts[b] : starts[b] + PROMPT] = ids_N[starts[b - 1] : starts[b - 1] + PROMPT]
     mask_N[starts + PROMPT + 1] = False
     batch = replace(batch, token_ids_N=ids_N, loss_mask_N=mask_N)
-    now_N = strategy.logprobs(batch).astype(np.float64)
+    current_logprobs_N = strategy.logprobs(batch).astype(np.float64)
     advantages_B = np.where(np.arange(len(LENGTHS)) % 2, -1.0, 1.0)
     if not pairs:
         advantages_B = advantages_B * random.uniform(0.5, 2.0, len(LENGTHS))
-    top = np.sort(random.dirichlet(np.full(20, 0.3), batch.tokens), axis=1)[:, -TOP:]
+    top_probs = np.sort(random.dirichlet(np.full(20, 0.3), batch.tokens), axis=1)[:, -TOP:]
     return replace(
         batch,
         temperature_B=batch.temperature_B.astype(np.float64),
-        logprobs_N=np.where(mask_N, near(now_N, mask_N, random), -np.inf),
+        logprobs_N=np.where(mask_N, perturb_logprobs(current_logprobs_N, mask_N, random), -np.inf),
         versions_N=np.where(mask_N, random.integers(0, 3, batch.tokens), NOT_SAMPLED),
         version=3,
-        old_logprobs_N=near(now_N, mask_N, random),
-        reference_logprobs_N=near(now_N, mask_N, random),
+        old_logprobs_N=perturb_logprobs(current_logprobs_N, mask_N, random),
+        reference_logprobs_N=perturb_logprobs(current_logprobs_N, mask_N, random),
         advantages_N=np.repeat(advantages_B, batch.lengths_B),
         scores_B=advantages_B + 0.1,
         teacher_ids_NK=np.argsort(random.random((batch.tokens, 60)))[:, :TOP].astype(np.int32),
-        teacher_top_NK=np.log(top),
+        teacher_top_NK=np.log(top_probs),
     )
 
 
-def credited(batch: Batch, algorithms: Sequence[AlgorithmConfig]) -> Batch:
-    """With the weights of two components: the last group is for the second algorithm."""
+def add_loss_weights(batch: Batch, algorithms: Sequence[AlgorithmConfig]) -> Batch:
+    """Add the loss weights of two components. The second algorithm trains the last group."""
     component_B = (batch.group_B == batch.group_B.max()).astype(np.int8)
     component_N = np.repeat(component_B, batch.lengths_B)
     weights = np.zeros((3, batch.tokens))
     for number, algorithm in enumerate(algorithms):
         aggregation = resolve_aggregation(algorithm.aggregation)
-        own_N = token_weights(
+        component_weights_N = token_weights(
             batch, aggregation, max_tokens=MAX_TOKENS, among_N=component_N == number
         )
-        weights += np.outer([1, algorithm.kl.coefficient, algorithm.entropy], own_N)
+        weights += np.outer([1, algorithm.kl.coefficient, algorithm.entropy], component_weights_N)
     return replace(
         batch,
         component_N=component_N,
@@ -152,56 +155,58 @@ def credited(batch: Batch, algorithms: Sequence[AlgorithmConfig]) -> Batch:
     )
 
 
-def spreads(batch: Batch, *, pairs: bool) -> Iterator[tuple[str, Cut, list[Batch]]]:
-    """Ways to compute one batch: (name, how each rank cuts it, what each rank gets)."""
+def iterate_splits(batch: Batch, *, pairs: bool) -> Iterator[tuple[str, Packing, list[Batch]]]:
+    """Ways to compute one batch: (name, packing of each rank, batch of each rank)."""
 
     def ranks(count: int) -> list[Batch]:
         plan = BatchSplit(keep_groups=pairs).plan(batch, ranks=count)
         return [batch.take(rows) for rows in plan]
 
     shuffled = batch.take([5, 2, 7, 0, 3, 6, 1, 4])
-    yield "other order", Cut(pairs), [shuffled]
-    yield "shared beginnings", Cut(pairs, share_prefix=True), [shuffled]
-    yield "smallest micro-batches", Cut(pairs, tokens=1), [batch]
-    yield "uneven micro-batches", Cut(pairs, tokens=20), [shuffled]
-    yield "shared and cut", Cut(pairs, share_prefix=True, tokens=16), [batch]
-    yield "filled up to whole tiles", Cut(pairs, tokens=20, deterministic=True), [shuffled]
-    yield "two ranks", Cut(pairs), ranks(2)
-    yield "three ranks, shared and cut", Cut(pairs, share_prefix=True, tokens=16), ranks(3)
-    yield "five ranks, some of them idle", Cut(pairs), ranks(5)
+    yield "other order", Packing(pairs), [shuffled]
+    yield "shared beginnings", Packing(pairs, share_prefix=True), [shuffled]
+    yield "smallest micro-batches", Packing(pairs, tokens=1), [batch]
+    yield "uneven micro-batches", Packing(pairs, tokens=20), [shuffled]
+    yield "shared and cut", Packing(pairs, share_prefix=True, tokens=16), [batch]
+    yield "filled up to whole tiles", Packing(pairs, tokens=20, deterministic=True), [shuffled]
+    yield "two ranks", Packing(pairs), ranks(2)
+    yield "three ranks, shared and cut", Packing(pairs, share_prefix=True, tokens=16), ranks(3)
+    yield "five ranks, some of them idle", Packing(pairs), ranks(5)
 
 
 def assert_invariant(
-    strategy_of: StrategyOf, objective: LossFn, batch: Batch, *, pairs: bool
+    strategy_factory: StrategyFactory, objective: LossFn, batch: Batch, *, pairs: bool
 ) -> torch.Tensor:
-    complete_one, [report] = gradient(strategy_of(Cut(pairs)), objective, [batch])
-    assert torch.isfinite(complete_one).all()
-    for name, cut, parts in spreads(batch, pairs=pairs):
-        actual, reports = gradient(strategy_of(cut), objective, parts)
-        assert (actual - complete_one).norm() / complete_one.norm() <= 1e-10, name
+    baseline, [report] = compute_gradient(strategy_factory(Packing(pairs)), objective, [batch])
+    assert torch.isfinite(baseline).all()
+    for name, packing, parts in iterate_splits(batch, pairs=pairs):
+        actual, reports = compute_gradient(strategy_factory(packing), objective, parts)
+        assert (actual - baseline).norm() / baseline.norm() <= 1e-10, name
         assert sum(part.loss for part in reports) == pytest.approx(report.loss, rel=1e-9), name
         for metric, value in report.sums.items():
             total = sum(part.sums.get(metric, 0.0) for part in reports)
             assert total == pytest.approx(value, rel=1e-9, abs=1e-9), (name, metric)
-    return complete_one
+    return baseline
 
 
 @pytest.mark.parametrize("aggregation", sorted(NAMES["aggregations"]))
 @pytest.mark.parametrize("loss", sorted(NAMES["losses"]))
 def test_the_gradient_is_the_same_however_a_batch_is_spread(
-    strategy_of: StrategyOf, loss: str, aggregation: str
+    strategy_factory: StrategyFactory, loss: str, aggregation: str
 ):
-    wide = {"clip_low": 0.1, "clip_high": 0.1} if loss in ("gspo", "segment") else {}
-    tested = {"loss": {"name": loss, **wide}, "aggregation": aggregation, **LEARNER_OLD}
-    algorithms = [AlgorithmConfig.model_validate(each) for each in (tested, BESIDE)]
+    clip_options = {"clip_low": 0.1, "clip_high": 0.1} if loss in ("gspo", "segment") else {}
+    tested = {"loss": {"name": loss, **clip_options}, "aggregation": aggregation, **TESTED_OPTIONS}
+    algorithms = [AlgorithmConfig.model_validate(options) for options in (tested, OTHER_ALGORITHM)]
     objective, pairs = build_objective(algorithms), loss in PAIRWISE
-    strategy = strategy_of(Cut(pairs))
-    batch = credited(samples(strategy, pairs=pairs), algorithms)
-    complete_one = assert_invariant(strategy_of, objective, batch, pairs=pairs)
+    strategy = strategy_factory(Packing(pairs))
+    batch = add_loss_weights(make_batch(strategy, pairs=pairs), algorithms)
+    baseline = assert_invariant(strategy_factory, objective, batch, pairs=pairs)
 
-    others_N = np.where(batch.component_N == 0, 0.0, batch.weights_N)
-    rest, _ = gradient(strategy, objective, [replace(batch, weights_N=others_N)])
-    assert (complete_one - rest).norm() / complete_one.norm() > 0.01, (
+    other_weights_N = np.where(batch.component_N == 0, 0.0, batch.weights_N)
+    other_gradient, _ = compute_gradient(
+        strategy, objective, [replace(batch, weights_N=other_weights_N)]
+    )
+    assert (baseline - other_gradient).norm() / baseline.norm() > 0.01, (
         "the loss under test hardly counts"
     )
 
@@ -218,7 +223,7 @@ CORRECTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
 @pytest.mark.parametrize("loss", ["ppo", "reinforce", "dppo_tv"])
 def test_corrections_do_not_depend_on_the_spread_either(
-    strategy_of: StrategyOf, loss: str, correction: dict[str, Any]
+    strategy_factory: StrategyFactory, loss: str, correction: dict[str, Any]
 ):
     algorithm = {"loss": loss, "correction": correction, "entropy": 0.02}
     if find_conflict(loss, correction["name"]):
@@ -232,19 +237,19 @@ def test_corrections_do_not_depend_on_the_spread_either(
         group([0, 2], uid=1, of=prompt("9+1="), texts=["01", "2345"]),
         group([1, 0, 1], uid=2, of=prompt("3"), texts=["66", "777", "8888"]),
     ]
-    plain, random = collate(groups, version=2), np.random.default_rng(0)
-    now_N = strategy_of(Cut()).logprobs(plain).astype(np.float64)
+    collated, random = collate(groups, version=2), np.random.default_rng(0)
+    current_logprobs_N = strategy_factory(Packing()).logprobs(collated).astype(np.float64)
     annotated = replace(
-        plain,
-        logprobs_N=near(now_N, plain.loss_mask_N, random),
-        old_logprobs_N=near(now_N, plain.loss_mask_N, random),
+        collated,
+        logprobs_N=perturb_logprobs(current_logprobs_N, collated.loss_mask_N, random),
+        old_logprobs_N=perturb_logprobs(current_logprobs_N, collated.loss_mask_N, random),
     )
     batch, _ = CreditAssigner(recipe, base=None).assign(groups, annotated)
-    assert_invariant(strategy_of, build_objective(recipe.algorithms), batch, pairs=False)
+    assert_invariant(strategy_factory, build_objective(recipe.algorithms), batch, pairs=False)
 
 
 def test_a_loss_that_normalises_inside_its_micro_batch_is_caught(
-    strategy_of: StrategyOf, tmp_path: Path
+    strategy_factory: StrategyFactory, tmp_path: Path
 ):
     (tmp_path / "bad.py").write_text(
         "from rollick.algorithms.losses import TokenLoss\n"
@@ -253,49 +258,58 @@ def test_a_loss_that_normalises_inside_its_micro_batch_is_caught(
     )
     bad = AlgorithmConfig.model_validate({"loss": "bad.py:mean"})
     objective = build_objective([bad, AlgorithmConfig()], base=tmp_path)
-    batch = credited(samples(strategy_of(Cut()), pairs=False), [bad, AlgorithmConfig()])
+    batch = add_loss_weights(
+        make_batch(strategy_factory(Packing()), pairs=False), [bad, AlgorithmConfig()]
+    )
     with pytest.raises(AssertionError, match="smallest micro-batches"):
-        assert_invariant(strategy_of, objective, batch, pairs=False)
+        assert_invariant(strategy_factory, objective, batch, pairs=False)
 
 
 @pytest.mark.parametrize("loss", sorted(PAIRWISE))
-def test_a_pair_cut_in_two_is_caught(strategy_of: StrategyOf, loss: str):
+def test_a_pair_cut_in_two_is_caught(strategy_factory: StrategyFactory, loss: str):
     algorithms = [AlgorithmConfig.model_validate({"loss": loss}), AlgorithmConfig()]
-    batch = credited(samples(strategy_of(Cut(pairs=True)), pairs=True), algorithms)
+    batch = add_loss_weights(
+        make_batch(strategy_factory(Packing(pairs=True)), pairs=True), algorithms
+    )
     with pytest.raises(AssertionError, match="smallest micro-batches"):
-        assert_invariant(strategy_of, build_objective(algorithms), batch, pairs=False)
+        assert_invariant(strategy_factory, build_objective(algorithms), batch, pairs=False)
 
 
-def two_turns(batch: Batch) -> Batch:
-    """The middle token of each sample is an observation."""
+def split_into_turns(batch: Batch) -> Batch:
+    """Make a token near the middle of each sample an observation."""
     middle_N = batch.offsets_B1[:-1] + batch.lengths_B // 2 + 1
     mask_N = batch.loss_mask_N.copy()
     mask_N[middle_N] = False
     return replace(batch, loss_mask_N=mask_N)
 
 
-def test_turns_are_runs_of_trained_tokens(strategy_of: StrategyOf):
-    seen: list[LossInputs] = []
+def test_turns_are_runs_of_trained_tokens(strategy_factory: StrategyFactory):
+    recorded: list[LossInputs] = []
 
-    def spy(inputs: LossInputs) -> Any:
-        seen.append(inputs)
+    def record_inputs(inputs: LossInputs) -> Any:
+        recorded.append(inputs)
         return build_objective(AlgorithmConfig())(inputs)
 
-    strategy_of(Cut()).forward_backward(two_turns(random_batch([6, 7])), spy)
-    [inputs] = seen
+    strategy_factory(Packing()).forward_backward(
+        split_into_turns(random_batch([6, 7])), record_inputs
+    )
+    [inputs] = recorded
     assert inputs.turn_T is not None
-    # trained: 2, 3, (4), 5 of six tokens; 2, 3, (4), 5, 6 of seven; the longest sample is first
+    # Of six tokens, 2, 3 and 5 are trained; of seven, 2, 3, 5 and 6. The longest sample is first.
     assert inputs.turn_T.tolist() == [0, 0, 1, 1, 2, 2, 3]
     assert inputs.sequence_T.tolist() == [0, 0, 0, 0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("loss", sorted(NAMES["losses"]))
-def test_tokens_outside_of_the_mask_change_nothing(strategy_of: StrategyOf, loss: str):
+def test_tokens_outside_of_the_mask_change_nothing(strategy_factory: StrategyFactory, loss: str):
     pairs = loss in PAIRWISE
-    tested = AlgorithmConfig.model_validate({"loss": loss, **LEARNER_OLD})
-    algorithms = [tested, AlgorithmConfig.model_validate(BESIDE)]
-    strategy, objective = strategy_of(Cut(pairs, share_prefix=True)), build_objective(algorithms)
-    batch = credited(samples(strategy, pairs=pairs), algorithms)
+    tested = AlgorithmConfig.model_validate({"loss": loss, **TESTED_OPTIONS})
+    algorithms = [tested, AlgorithmConfig.model_validate(OTHER_ALGORITHM)]
+    strategy, objective = (
+        strategy_factory(Packing(pairs, share_prefix=True)),
+        build_objective(algorithms),
+    )
+    batch = add_loss_weights(make_batch(strategy, pairs=pairs), algorithms)
     streams = [
         "logprobs_N",
         "old_logprobs_N",
@@ -307,13 +321,13 @@ def test_tokens_outside_of_the_mask_change_nothing(strategy_of: StrategyOf, loss
         "teacher_top_NK",
     ]
 
-    def poisoned(name: str) -> Any:
+    def poison_stream(name: str) -> Any:
         values = getattr(batch, name).copy()
         values[~batch.loss_mask_N] = np.nan
         return values
 
-    noisy = replace(batch, **{name: poisoned(name) for name in streams})
-    clean, _ = gradient(strategy, objective, [batch])
-    actual, _ = gradient(strategy, objective, [noisy])
+    noisy = replace(batch, **{name: poison_stream(name) for name in streams})
+    clean, _ = compute_gradient(strategy, objective, [batch])
+    actual, _ = compute_gradient(strategy, objective, [noisy])
     assert torch.isfinite(clean).all()
     assert torch.equal(actual, clean)

@@ -1,7 +1,8 @@
-"""Mistakes that other libraries have made, each as a test that shows what it would look like here.
+"""Regression tests for mistakes that other libraries have made.
 
-Each test computes the right thing by hand or by another way, and the mistake too, and sees that
-the two differ: the test would notice the mistake. Those that a room tests anyway are in ELSEWHERE.
+Each test computes the expected value by hand or in a second way, and also the value with the
+mistake. It checks that the two differ, so that it would catch the mistake. ELSEWHERE lists the
+mistakes that tests of other files cover.
 """
 
 from __future__ import annotations
@@ -101,26 +102,26 @@ def test_the_tests_named_for_other_files_exist(mistake: str):
 TOY = prompt("12", domain="toy")
 
 
-def recipe_with(algorithm: dict[str, Any], **sections: Any) -> Recipe:
+def make_recipe(algorithm: dict[str, Any], **sections: Any) -> Recipe:
     domains = {"toy": {"source": "toy.jsonl", "algorithm": algorithm}}
     return recipe_of(Path("m"), data={"domains": domains}, **sections)
 
 
-def credited(groups: Sequence[Group], algorithm: dict[str, Any], **streams: Any) -> Batch:
+def assign_credit(groups: Sequence[Group], algorithm: dict[str, Any], **streams: Any) -> Batch:
     batch = replace(collate(groups), **streams)
-    return CreditAssigner(recipe_with(algorithm), base=None).assign(groups, batch)[0]
+    return CreditAssigner(make_recipe(algorithm), base=None).assign(groups, batch)[0]
 
 
-def inputs_of(batch: Batch, logprobs_N: Any) -> LossInputs:
-    """The loss's view of a batch as one micro-batch, for a policy with these log-probs."""
+def make_loss_inputs(batch: Batch, logprobs_N: Any) -> LossInputs:
+    """The loss inputs of a batch as one micro-batch, for a policy with these log-probs."""
     packed = pack(batch, device="cpu", deterministic=False)
     now_T = torch.tensor(logprobs_N[packed.indices_T], dtype=torch.float64, requires_grad=True)
     return loss_inputs(batch, packed, now_T)
 
 
-def gradient_N(batch: Batch, algorithm: dict[str, Any], logprobs_N: Any) -> Any:
+def compute_gradient_N(batch: Batch, algorithm: dict[str, Any], logprobs_N: Any) -> Any:
     """d loss / d log-prob of each token of the batch."""
-    inputs = inputs_of(batch, logprobs_N)
+    inputs = make_loss_inputs(batch, logprobs_N)
     build_objective(AlgorithmConfig.model_validate(algorithm))(inputs).total.backward()
     assert inputs.logprobs_T.grad is not None
     actual_N = np.zeros(batch.tokens)
@@ -139,47 +140,47 @@ async def test_engine_and_learner_both_take_log_probs_after_the_temperature(tiny
     )
     requested = frozen_array([1, 5, 6], np.int32)
     sampling = Sampling(temperature=0.25, max_tokens=8)
-    drawn = await engine.generate(Request(SampleId(0, 0), requested, sampling, stream=3))
+    completion = await engine.generate(Request(SampleId(0, 0), requested, sampling, stream=3))
     await engine.close()
-    length = len(requested) + len(drawn.token_ids)
+    length = len(requested) + len(completion.token_ids)
     mask_N = np.arange(length) >= len(requested)
     batch = replace(
         random_batch([length], prompt=len(requested)),
-        token_ids_N=np.concatenate([requested, drawn.token_ids]),
+        token_ids_N=np.concatenate([requested, completion.token_ids]),
         temperature_B=np.array([0.25]),
     )
-    after_N = learner.logprobs(batch)
-    before_N = learner.logprobs(replace(batch, temperature_B=np.array([1.0])))
-    np.testing.assert_allclose(after_N[mask_N], drawn.logprobs, atol=1e-4)
-    assert np.abs(before_N[mask_N] - drawn.logprobs).max() > 0.1
+    scaled_logprobs_N = learner.logprobs(batch)
+    unscaled_logprobs_N = learner.logprobs(replace(batch, temperature_B=np.array([1.0])))
+    np.testing.assert_allclose(scaled_logprobs_N[mask_N], completion.logprobs, atol=1e-4)
+    assert np.abs(unscaled_logprobs_N[mask_N] - completion.logprobs).max() > 0.1
 
 
 def test_running_statistics_are_read_from_where_they_are_written():
-    """Read from another key they would be 0 and 1, or those of the batch alone."""
+    """With a wrong key, mean and std would be 0 and 1, or those of the batch alone."""
     shaping = {"mean": "running", "std": "running"}
-    credit = CreditAssigner(recipe_with({"advantage": "reinforce", "shaping": shaping}), base=None)
+    credit = CreditAssigner(make_recipe({"advantage": "reinforce", "shaping": shaping}), base=None)
     for scores in ([0.0, 4.0], [6.0, 10.0]):
         groups = [group(scores, of=TOY)]
         batch, _ = credit.assign(groups, collate(groups))
-    middle, std = 5.0, sqrt((25 + 1 + 1 + 25) / 3)  # of 0, 4, 6, 10
+    mean, std = 5.0, sqrt((25 + 1 + 1 + 25) / 3)  # of 0, 4, 6, 10
     assert batch.scores_B is not None
-    right, unread, of_batch = (10 - middle) / std, 10.0, (10 - 8) / sqrt(8)
+    right, unnormalised, batch_normalised = (10 - mean) / std, 10.0, (10 - 8) / sqrt(8)
     assert batch.scores_B[1] == pytest.approx(right, rel=1e-5)
-    assert batch.scores_B[1] != pytest.approx(unread, rel=0.1)
-    assert batch.scores_B[1] != pytest.approx(of_batch, rel=0.1)
-    [kept] = credit.state()["running"]
-    assert RunningStatistics.from_state(kept) == RunningStatistics(4, 5.0, 52.0)
+    assert batch.scores_B[1] != pytest.approx(unnormalised, rel=0.1)
+    assert batch.scores_B[1] != pytest.approx(batch_normalised, rel=0.1)
+    [saved_state] = credit.state()["running"]
+    assert RunningStatistics.from_state(saved_state) == RunningStatistics(4, 5.0, 52.0)
 
 
 def test_a_groups_deviation_without_its_mean_divides_the_scores_of_that_group():
     groups = [group([0, 2], uid=0, of=TOY), group([1, 2, 3], uid=1, of=TOY)]
-    batch = credited(groups, {"advantage": "reinforce", "shaping": {"std": "group"}})
+    batch = assign_credit(groups, {"advantage": "reinforce", "shaping": {"std": "group"}})
     right = [0, 2 / sqrt(2), 1, 2, 3]
     assert batch.scores_B is not None
     assert batch.scores_B.shape == (5,)
     np.testing.assert_allclose(batch.scores_B, right, rtol=1e-5)
-    of_batch = np.array([0, 2, 1, 2, 3]) / np.std([0, 2, 1, 2, 3], ddof=1)
-    assert np.abs(of_batch - right).max() > 0.1
+    batch_normalised = np.array([0, 2, 1, 2, 3]) / np.std([0, 2, 1, 2, 3], ddof=1)
+    assert np.abs(batch_normalised - right).max() > 0.1
 
 
 def test_a_token_that_is_filtered_out_is_in_neither_sum_nor_mean():
@@ -188,12 +189,12 @@ def test_a_token_that_is_filtered_out_is_in_neither_sum_nor_mean():
     old_N = np.where(mask_N, -1.0, 0.0)
     old_N[np.flatnonzero(mask_N)[1]] = 4.0  # far from mu: icepop drops it
     algorithm = {"loss": "reinforce", "correction": "icepop"}
-    batch = credited(groups, algorithm, old_logprobs_N=old_N)
-    actual = gradient_N(batch, algorithm, batch.logprobs_N)[mask_N]
+    batch = assign_credit(groups, algorithm, old_logprobs_N=old_N)
+    actual = compute_gradient_N(batch, algorithm, batch.logprobs_N)[mask_N]
     right = np.array([-0.5, 0, -0.5, 0.5, 0.5]) / 4
     np.testing.assert_allclose(actual, right)
-    in_the_mean, in_both = right * 4 / 5, np.array([-0.5, -0.5, -0.5, 0.5, 0.5]) / 5
-    for mistake in (in_the_mean, in_both):
+    counted_in_mean, counted_in_both = right * 4 / 5, np.array([-0.5, -0.5, -0.5, 0.5, 0.5]) / 5
+    for mistake in (counted_in_mean, counted_in_both):
         assert np.abs(actual - mistake).max() > 0.01
 
 
@@ -205,25 +206,25 @@ def test_observations_are_in_neither_sum_nor_mean():
     weights_N = token_weights(batch, resolve_aggregation("token_mean"), max_tokens=8)
     assert weights_N[mask_N].tolist() == [1 / 7] * 7
     assert not weights_N[~mask_N].any()
-    forgets_the_mask = 1 / batch.tokens
-    assert weights_N.max() != pytest.approx(forgets_the_mask)
+    unmasked_weight = 1 / batch.tokens
+    assert weights_N.max() != pytest.approx(unmasked_weight)
 
 
 @pytest.mark.parametrize("aggregation", sorted(NAMES["aggregations"]))
 def test_the_scale_of_the_loss_does_not_depend_on_the_size_of_the_batch(aggregation: str):
-    """A batch twice over has each token's gradient at half the size, twice."""
+    """If a batch holds every group twice, each copy of a token has half of the gradient."""
     scores, texts = [1, 0, 3], ["x", "yz", "uvw"]
-    once = [group(scores, uid=0, of=TOY, texts=texts)]
-    twice = [*once, group(scores, uid=1, of=TOY, texts=texts)]
+    single = [group(scores, uid=0, of=TOY, texts=texts)]
+    doubled = [*single, group(scores, uid=1, of=TOY, texts=texts)]
     algorithm = {"loss": "reinforce", "aggregation": aggregation}
     actual = [
-        gradient_N(batch, algorithm, batch.logprobs_N)
-        for batch in (credited(once, algorithm), credited(twice, algorithm))
+        compute_gradient_N(batch, algorithm, batch.logprobs_N)
+        for batch in (assign_credit(single, algorithm), assign_credit(doubled, algorithm))
     ]
-    folded = actual[1].reshape(2, -1)
-    np.testing.assert_allclose(folded.sum(0), actual[0], rtol=1e-12)
-    as_a_sum = 2 * actual[0]
-    assert not np.allclose(folded.sum(0), as_a_sum)
+    by_copy = actual[1].reshape(2, -1)
+    np.testing.assert_allclose(by_copy.sum(0), actual[0], rtol=1e-12)
+    summed = 2 * actual[0]
+    assert not np.allclose(by_copy.sum(0), summed)
 
 
 @pytest.mark.parametrize("aggregation", ["sequence_mean_token_mean", "prompt_mean"])
@@ -233,20 +234,22 @@ def test_length_weights_are_those_of_the_batch_and_not_of_the_micro_batch(aggreg
         group([1, 0], uid=0, of=TOY, texts=["x", "uvwxyz"]),
         group([0, 1], uid=1, of=TOY, texts=["uv", "xyz"]),
     ]
-    batch = credited(groups, algorithm)
-    full = gradient_N(batch, algorithm, batch.logprobs_N)
-    parts = [batch.take([0, 1, 2]), batch.take([3])]  # in order, so that gradients just join
+    batch = assign_credit(groups, algorithm)
+    full = compute_gradient_N(batch, algorithm, batch.logprobs_N)
+    parts = [batch.take([0, 1, 2]), batch.take([3])]  # in order, to concatenate gradients
 
-    def joined(given: Sequence[Batch]) -> Any:
-        return np.concatenate([gradient_N(part, algorithm, part.logprobs_N) for part in given])
+    def join_gradients(micro_batches: Sequence[Batch]) -> Any:
+        return np.concatenate(
+            [compute_gradient_N(part, algorithm, part.logprobs_N) for part in micro_batches]
+        )
 
-    np.testing.assert_allclose(joined(parts), full, rtol=1e-12)
+    np.testing.assert_allclose(join_gradients(parts), full, rtol=1e-12)
     function = resolve_aggregation(aggregation)
-    inside = [
+    locally_weighted = [
         replace(part, weights_N=token_weights(part, function, max_tokens=256) / len(parts))
         for part in parts
     ]
-    assert np.abs(joined(inside) - full).max() > 0.01
+    assert np.abs(join_gradients(locally_weighted) - full).max() > 0.01
 
 
 @pytest.mark.parametrize(("temperature", "expected"), [(None, 0.0), (0.6, 0.6)])
@@ -265,11 +268,11 @@ async def test_validation_is_greedy_unless_its_own_settings_differ(
 
     scoring = SimpleNamespace(score_held_out=score, held_out=recipe.data.domains, rewards=None)
 
-    async def always_alive(timeout_s: float) -> bool:
+    async def report_alive(timeout_s: float) -> bool:
         return True
 
     view = SimpleNamespace(count_samples=lambda *counts: None)
-    generators = SimpleNamespace(alive=[engine], wait_for_engine=always_alive)
+    generators = SimpleNamespace(alive=[engine], wait_for_engine=report_alive)
     run: Any = SimpleNamespace(
         recipe=recipe,
         roles=SimpleNamespace(generators=generators),
@@ -321,15 +324,15 @@ def test_ids_orders_and_random_streams_are_the_same_in_every_process():
 def test_no_sample_is_copied_to_make_a_batch_divisible(ranks: int):
     batch = random_batch([4, 9, 5, 6, 7], seed=1)
     parts = [
-        part.take(places)
+        part.take(row_indices)
         for part in (batch.take(rows) for rows in BatchSplit().plan(batch, ranks=ranks))
-        for places in microbatches(part, tokens=12, by_uid=False)
+        for row_indices in microbatches(part, tokens=12, by_uid=False)
     ]
     assert sorted(uid for part in parts for uid in part.uids) == sorted(batch.uids)
     assert sum(part.weights_N.sum() for part in parts) == pytest.approx(1)
     missing = -batch.rows % ranks
-    filled = batch.take([*range(batch.rows), *(n % 5 for n in range(missing))])
-    assert filled.weights_N.sum() > 1.05, "a copy weighs what its sample does"
+    padded = batch.take([*range(batch.rows), *(n % 5 for n in range(missing))])
+    assert padded.weights_N.sum() > 1.05, "a copy weighs what its sample does"
 
 
 def test_a_sample_cannot_be_in_a_batch_twice():
@@ -356,20 +359,21 @@ def test_the_schedule_ends_with_the_run_whatever_samples_and_minibatches_a_step_
     batches = [random_batch([4] * samples, seed=seed) for seed in range(4)]
     shares = [BatchSplit.of(recipe).shares(batch, ranks=1)[0] for batch in batches]
     rates = [worker.train(share).lr for share in shares]
-    # sixteen optimizer steps: the last of each batch is step 4, 8, 12 and 16
+    # Sixteen optimizer steps; the batches end at steps 4, 8, 12 and 16.
     assert rates == pytest.approx([1e-3 * (1 - step / 16) for step in (4, 8, 12, 16)], abs=1e-12)
     four_times_too_fast = [1e-3 * max(0.0, 1 - 4 * step / 16) for step in (4, 8, 12, 16)]
     assert max(abs(a - b) for a, b in zip(rates, four_times_too_fast, strict=True)) > 1e-4
 
 
-def stale_batch(algorithm: dict[str, Any]) -> Batch:
-    """At one optimizer step a batch the policy is the old one; mu is another."""
+def make_stale_batch(algorithm: dict[str, Any]) -> Batch:
+    """A batch sampled by another policy mu. The current policy equals the old policy, as with one
+    optimizer step per batch."""
     groups = [group([1, 0], uid=n, of=TOY, texts=["xyz", "uv"]) for n in range(4)]
     plain = collate(groups)
-    now_N = np.where(plain.loss_mask_N, -1.0, 0.0)
+    current_logprobs_N = np.where(plain.loss_mask_N, -1.0, 0.0)
     gap_N = np.random.default_rng(0).normal(0, 1.5, plain.tokens)
-    mu_N = np.where(plain.loss_mask_N, np.minimum(now_N + gap_N, -0.01), 0)
-    return credited(groups, algorithm, logprobs_N=mu_N, old_logprobs_N=now_N)
+    mu_N = np.where(plain.loss_mask_N, np.minimum(current_logprobs_N + gap_N, -0.01), 0)
+    return assign_credit(groups, algorithm, logprobs_N=mu_N, old_logprobs_N=current_logprobs_N)
 
 
 @pytest.mark.parametrize(
@@ -382,33 +386,37 @@ def stale_batch(algorithm: dict[str, Any]) -> Batch:
 def test_a_trust_region_sees_the_staleness_of_a_batch_that_makes_one_step(
     loss: str, correction: str
 ):
-    """On pi / pi_old, which is 1 then, the loss would be that of an on-policy batch."""
+    """With the ratio pi / pi_old, which is 1 here, the loss would be that of an on-policy batch."""
     algorithm = {"loss": loss, "correction": correction}
-    batch = stale_batch(algorithm)
+    batch = make_stale_batch(algorithm)
     assert batch.old_logprobs_N is not None
-    now_N = batch.old_logprobs_N
-    on_policy = gradient_N(replace(batch, logprobs_N=now_N), algorithm, now_N)
-    actual = gradient_N(batch, algorithm, now_N)
+    current_logprobs_N = batch.old_logprobs_N
+    on_policy = compute_gradient_N(
+        replace(batch, logprobs_N=current_logprobs_N), algorithm, current_logprobs_N
+    )
+    actual = compute_gradient_N(batch, algorithm, current_logprobs_N)
     assert np.abs(actual - on_policy).max() > 0.01
 
 
 @pytest.mark.parametrize("loss", sorted(ON_OLD_RATIO))
 def test_on_the_old_policys_ratio_one_step_a_batch_has_no_trust_region(loss: str):
-    """The mistake itself, as it looks: whatever mu was, nothing is clipped."""
+    """This shows the mistake itself: nothing is clipped, whatever mu is."""
     algorithm = {"loss": loss, "correction": "none"}
-    batch = stale_batch(algorithm)
+    batch = make_stale_batch(algorithm)
     assert batch.old_logprobs_N is not None
-    now_N = batch.old_logprobs_N
-    on_policy = gradient_N(replace(batch, logprobs_N=now_N), algorithm, now_N)
-    assert gradient_N(batch, algorithm, now_N).tolist() == on_policy.tolist()
+    current_logprobs_N = batch.old_logprobs_N
+    on_policy = compute_gradient_N(
+        replace(batch, logprobs_N=current_logprobs_N), algorithm, current_logprobs_N
+    )
+    assert compute_gradient_N(batch, algorithm, current_logprobs_N).tolist() == on_policy.tolist()
 
 
 MASK = np.array([0, 0, 1, 1, 0, 1, 1], np.bool_)
 """A prompt of two tokens, two turns, an observation between them."""
 
 
-def rich_groups() -> list[Group]:
-    """Turns, states, several rewards, two lengths, truncated members and a failed one."""
+def make_varied_groups() -> list[Group]:
+    """Groups with turns, states, several rewards, two lengths, truncated and failed members."""
     random = np.random.default_rng(1)
     groups: list[Group] = []
     for uid, size in enumerate((3, 4, 3)):
@@ -437,18 +445,18 @@ def rich_groups() -> list[Group]:
     return groups
 
 
-def outcome(algorithm: dict[str, Any]) -> list[Any]:
-    """All that an algorithm does with a batch in which every branch occurs: credit, gradients,
-    metrics, and the coefficients of the next step."""
-    recipe = recipe_with(algorithm, sampling={"max_tokens": 6})
-    groups, credit = rich_groups(), CreditAssigner(recipe, base=None)
+def run_algorithm(algorithm: dict[str, Any]) -> list[Any]:
+    """Run an algorithm on a batch in which every branch occurs. Returns credit, gradients, metrics
+    and the coefficients of the next step."""
+    recipe = make_recipe(algorithm, sampling={"max_tokens": 6})
+    groups, credit = make_varied_groups(), CreditAssigner(recipe, base=None)
     plain, random = (
         collate(groups, select_members=credit.trained_members, version=3),
         np.random.default_rng(2),
     )
     mask_N = plain.loss_mask_N
 
-    def spread_N(size: float) -> Any:
+    def draw_values_N(size: float) -> Any:
         values_N = np.minimum(-1.5 + size * random.normal(size=plain.tokens), -0.05)
         return np.where(mask_N, values_N, 0.0)
 
@@ -456,11 +464,11 @@ def outcome(algorithm: dict[str, Any]) -> list[Any]:
     student_NK = np.log(random.dirichlet(np.ones(8), plain.tokens)[:, :4])
     annotated = replace(
         plain,
-        logprobs_N=spread_N(0.8),
-        old_logprobs_N=spread_N(0.8),
-        reference_logprobs_N=spread_N(0.8),
-        teacher_logprobs_N=spread_N(0.8),
-        values_N=spread_N(1.0) + 1.5,
+        logprobs_N=draw_values_N(0.8),
+        old_logprobs_N=draw_values_N(0.8),
+        reference_logprobs_N=draw_values_N(0.8),
+        teacher_logprobs_N=draw_values_N(0.8),
+        values_N=draw_values_N(1.0) + 1.5,
         last_values_B=random.normal(size=plain.rows),
         teacher_top_NK=top_NK,
     )
@@ -468,7 +476,7 @@ def outcome(algorithm: dict[str, Any]) -> list[Any]:
     packed = pack(batch, device="cpu", deterministic=False)
     leaves = [
         torch.tensor(values[packed.indices_T], dtype=torch.float64, requires_grad=True)
-        for values in (spread_N(0.8), np.abs(spread_N(0.3)), student_NK)
+        for values in (draw_values_N(0.8), np.abs(draw_values_N(0.3)), student_NK)
     ]
     inputs = loss_inputs(batch, packed, leaves[0], entropy_T=leaves[1], student_TK=leaves[2])
     loss = build_objective(recipe.algorithms)(inputs)
@@ -496,7 +504,7 @@ PARTS = [
 ]
 
 
-def section_of(kind: str, name: str) -> Any:
+def get_section(kind: str, name: str) -> Any:
     return getattr(AlgorithmConfig.model_validate({kind: name}), kind)
 
 
@@ -504,7 +512,7 @@ OPTIONS = [
     *(
         (kind, name, field)
         for kind, name in PARTS
-        for field in type(section_of(kind, name)).model_fields
+        for field in type(get_section(kind, name)).model_fields
     ),
     *(("kl", "", field) for field in type(AlgorithmConfig().kl).model_fields),
     *(("shaping", "", field) for field in type(AlgorithmConfig().shaping).model_fields),
@@ -512,7 +520,7 @@ OPTIONS = [
 ]
 """Every hyper-parameter of every part: (kind, part, field)."""
 
-AROUND: dict[tuple[str, str, str], dict[str, Any]] = {
+REQUIRED_OPTIONS: dict[tuple[str, str, str], dict[str, Any]] = {
     ("loss", "distillation", "skew"): {"divergence": "skewed"},
     ("loss", "distillation", "head"): {"divergence": "adaptive"},
     ("advantage", "reinforce", "epsilon"): {"whiten": True},
@@ -521,9 +529,9 @@ AROUND: dict[tuple[str, str, str], dict[str, Any]] = {
     ("shaping", "", "length_buffer"): {"length_limit": 4},
     ("shaping", "", "length_weight"): {"length_limit": 4},
 }
-"""Settings that an option has to stand beside to mean something."""
+"""Other settings that an option needs to have an effect."""
 
-OTHERS: dict[tuple[str, str], list[Any]] = {
+OTHER_VALUES: dict[tuple[str, str], list[Any]] = {
     ("weights", "gdpo"): [{"right": 1.0, "style": 5.0}],
     ("difficulty", ""): [(0.0, 0.9)],
     ("length_limit", ""): [4],
@@ -532,9 +540,9 @@ OTHERS: dict[tuple[str, str], list[Any]] = {
 """Other values of options that are neither numbers nor choices."""
 
 
-def other_values(field: str, name: str, section: Any) -> list[Any]:
-    if (field, name) in OTHERS:
-        return OTHERS[field, name]
+def list_other_values(field: str, name: str, section: Any) -> list[Any]:
+    if (field, name) in OTHER_VALUES:
+        return OTHER_VALUES[field, name]
     now, choices = getattr(section, field), get_args(type(section).model_fields[field].annotation)
     if isinstance(now, bool):
         return [not now]
@@ -548,25 +556,27 @@ def test_every_option_can_be_set_in_a_recipe_and_changes_what_is_computed(
     kind: str, name: str, field: str
 ):
     if field == "name":
-        assert getattr(section_of(kind, name), field) == name
+        assert getattr(get_section(kind, name), field) == name
         return
-    around = AROUND.get((kind, name, field), {"coefficient": 0.1} if kind == "kl" else {})
+    required = REQUIRED_OPTIONS.get(
+        (kind, name, field), {"coefficient": 0.1} if kind == "kl" else {}
+    )
 
     def algorithm(**option: Any) -> dict[str, Any]:
         if not kind:
             return {"loss": "ppo", **option}
-        fits: dict[str, Any] = {"loss": "ppo"} if kind in ("correction", "kl") else {}
+        other_parts: dict[str, Any] = {"loss": "ppo"} if kind in ("correction", "kl") else {}
         named = {"name": name} if name else {}
-        return {**fits, kind: {**named, **around, **option}}
+        return {**other_parts, kind: {**named, **required, **option}}
 
     config = AlgorithmConfig.model_validate(algorithm())
     section = getattr(config, kind) if kind else config
-    before = outcome(algorithm())
-    assert outcome(algorithm()) == before, "something is random, or not a number"
-    for other in other_values(field, name, section):
+    before = run_algorithm(algorithm())
+    assert run_algorithm(algorithm()) == before, "something is random, or not a number"
+    for other in list_other_values(field, name, section):
         try:
-            changed = outcome(algorithm(**{field: other}))
-        except (ValidationError, ConfigError):  # a value that is refused
+            changed = run_algorithm(algorithm(**{field: other}))
+        except (ValidationError, ConfigError):  # The value is invalid.
             continue
         if changed != before:
             return
@@ -575,8 +585,8 @@ def test_every_option_can_be_set_in_a_recipe_and_changes_what_is_computed(
 
 def test_the_options_of_a_critics_loss_can_be_set_in_a_recipe_and_change_it():
     recipe = recipe_of(Path("m"), critic={"loss": {"clip": 0.5}})
-    numbers = torch.tensor([1.0, 2.0])
-    inputs = ValueInputs(numbers, torch.zeros(2), torch.ones(2), torch.ones(2))
+    values_T = torch.tensor([1.0, 2.0])
+    inputs = ValueInputs(values_T, torch.zeros(2), torch.ones(2), torch.ones(2))
     default = recipe_of(Path("m")).critic.loss
     assert type(default).model_fields.keys() == {"name", "clip"}
     actual = [value(inputs, loss).loss_T.tolist() for loss in (default, recipe.critic.loss)]

@@ -1,6 +1,6 @@
-"""What every TrainStrategy promises. A new strategy joins by one entry in STRATEGIES.
+"""Contract tests that every TrainStrategy must pass. To add a strategy, add it to STRATEGIES.
 
-A sharded strategy runs on real ranks: `OnRanks` calls all of them, as a worker group does.
+A sharded strategy runs on real ranks: `ShardedStrategy` calls all of them, as a worker group does.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ STRATEGIES = [
 
 LENGTHS = [5, 9, 5, 3]
 OPTIMIZER: dict[str, Any] = {"optimizer": {"lr": 1e-2, "eps": 1e-4}}
-"""eps is large, so that Adam does not blow up gradients that consist of rounding to full steps: a
-router has such ones, for experts that were not chosen."""
+"""eps is large, so that Adam does not amplify rounding errors to full steps. The router's gradients
+for experts that were not chosen consist of rounding errors."""
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +66,12 @@ def strategy_name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def folder(strategy_name: str, dense: Path, mixture: Path) -> Path:
-    """The model: experts are divided where there are some."""
+    """The model: a mixture of experts for expert parallelism, a dense model otherwise."""
     return mixture if "expert" in strategy_name else dense
 
 
 @pytest.fixture
-def build(
+def strategy_factory(
     strategy_name: str, folder: Path, ranks: Callable[[int], Ranks]
 ) -> Iterator[Callable[[], TrainStrategy]]:
     before = torch.get_num_threads()
@@ -82,13 +82,13 @@ def build(
     else:
         number, parallel = SHARDED[strategy_name]
         train = {**OPTIMIZER, "strategy": "fsdp", "parallel": parallel}
-        sharded = recipe_of(folder, train=train)
-        yield lambda: OnRanks(ranks(number), sharded)
+        sharded_recipe = recipe_of(folder, train=train)
+        yield lambda: ShardedStrategy(ranks(number), sharded_recipe)
     torch.set_num_threads(before)
 
 
-class OnRanks:
-    """A sharded strategy: every call goes to all ranks, which must return the same."""
+class ShardedStrategy:
+    """A sharded strategy. Every call runs on all ranks, which must return equal results."""
 
     numbers = count()
     built: dict[int, FsdpStrategy] = {}  # noqa: RUF012, in the process of a rank
@@ -96,7 +96,7 @@ class OnRanks:
     def __init__(self, ranks: Ranks, recipe: Recipe) -> None:
         self.ranks = ranks
         self.number = next(self.numbers)
-        ranks.run(_build, self.number, recipe)
+        ranks.run(_build_strategy, self.number, recipe)
 
     @property
     def module(self) -> None:
@@ -104,94 +104,96 @@ class OnRanks:
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
-            answers = self.ranks.run(_ask, self.number, method, args, options)
-            assert all(str(answer) == str(answers[0]) for answer in answers)
-            return answers[0]
+            rank_results = self.ranks.run(_call_method, self.number, method, args, options)
+            assert all(str(rank_result) == str(rank_results[0]) for rank_result in rank_results)
+            return rank_results[0]
 
         return call
 
 
-def _build(number: int, recipe: Recipe) -> None:
-    OnRanks.built[number] = FsdpStrategy(recipe)
+def _build_strategy(number: int, recipe: Recipe) -> None:
+    ShardedStrategy.built[number] = FsdpStrategy(recipe)
 
 
-def _ask(number: int, method: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    strategy = OnRanks.built[number]
+def _call_method(number: int, method: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    strategy = ShardedStrategy.built[number]
     if method == "logprobs":
         return all_logprobs(strategy, *args)
     args = tuple(own_part(strategy, a)[0] if isinstance(a, Batch) else a for a in args)
-    answer = getattr(strategy, method)(*args, **options)
-    return list(answer) if method == "weights" else answer
+    rank_result = getattr(strategy, method)(*args, **options)
+    return list(rank_result) if method == "weights" else rank_result
 
 
-def loss(inputs: LossInputs) -> Loss:
+def compute_loss(inputs: LossInputs) -> Loss:
     return weighted_loss(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
 
 
-def not_a_number(inputs: LossInputs) -> Loss:
+def compute_nan_loss(inputs: LossInputs) -> Loss:
     return Loss(inputs.logprobs_T.sum() * float("nan"))
 
 
 def train(strategy: TrainStrategy, batch: Batch) -> None:
-    strategy.forward_backward(batch, loss)
+    strategy.forward_backward(batch, compute_loss)
     assert not strategy.step().skipped
 
 
 def test_log_probs_are_those_of_plain_transformers(
-    build: Callable[[], TrainStrategy], folder: Path
+    strategy_factory: Callable[[], TrainStrategy], folder: Path
 ):
     batch = random_batch(LENGTHS)
-    plain = AutoModelForCausalLM.from_pretrained(folder)
+    reference_model = AutoModelForCausalLM.from_pretrained(folder)
     expected = np.zeros(batch.tokens, np.float32)
     for b, start in enumerate(batch.offsets_B1[:-1]):
-        cut = slice(start, start + batch.lengths_B[b])
-        ids = torch.as_tensor(batch.token_ids_N[cut]).long()
+        span = slice(start, start + batch.lengths_B[b])
+        ids = torch.as_tensor(batch.token_ids_N[span]).long()
         with torch.no_grad():
-            every = (plain(ids[None]).logits[0] / float(batch.temperature_B[b])).log_softmax(-1)
-        expected[cut][1:] = every[:-1].gather(1, ids[1:, None])[:, 0].numpy()
-    result = build().logprobs(batch)
+            vocabulary_logprobs = (
+                reference_model(ids[None]).logits[0] / float(batch.temperature_B[b])
+            ).log_softmax(-1)
+        expected[span][1:] = vocabulary_logprobs[:-1].gather(1, ids[1:, None])[:, 0].numpy()
+    result = strategy_factory().logprobs(batch)
     assert result.dtype == np.float32
     np.testing.assert_allclose(result[batch.loss_mask_N], expected[batch.loss_mask_N], atol=1e-5)
 
 
-def test_any_split_of_a_batch_makes_the_same_step(build: Callable[[], TrainStrategy]):
+def test_any_split_of_a_batch_makes_the_same_step(strategy_factory: Callable[[], TrainStrategy]):
     batch = random_batch(LENGTHS)
-    full, parts = build(), build()
+    full, split = strategy_factory(), strategy_factory()
     train(full, batch)
-    parts.forward_backward(batch.take([2, 0]), loss)
-    train(parts, batch.take([3, 1]))
-    for (name, ours), (_, theirs) in zip(full.weights(), parts.weights(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4, msg=name)
+    split.forward_backward(batch.take([2, 0]), compute_loss)
+    train(split, batch.take([3, 1]))
+    for (name, full_weight), (_, split_weight) in zip(full.weights(), split.weights(), strict=True):
+        torch.testing.assert_close(full_weight, split_weight, rtol=1e-3, atol=1e-4, msg=name)
 
 
-def test_a_gradient_that_is_not_finite_is_skipped(build: Callable[[], TrainStrategy]):
-    strategy = build()
+def test_a_gradient_that_is_not_finite_is_skipped(strategy_factory: Callable[[], TrainStrategy]):
+    strategy = strategy_factory()
     before = fingerprint(strategy.weights())
-    strategy.forward_backward(random_batch(LENGTHS), not_a_number)
+    strategy.forward_backward(random_batch(LENGTHS), compute_nan_loss)
     assert strategy.step().skipped
     assert fingerprint(strategy.weights()) == before
 
 
 def test_the_weights_of_a_full_model_are_shared_and_keep_their_addresses(dense: Path):
-    """So that an engine in the process can share them; a sharded learner has no module to share."""
+    """An engine in the same process shares them. A sharded learner has no module to share."""
     strategy = LocalStrategy(recipe_of(dense, train=OPTIMIZER))
-    held = dict(strategy.weights())
-    before = {name: value.clone() for name, value in held.items()}
+    shared_weights = dict(strategy.weights())
+    before = {name: value.clone() for name, value in shared_weights.items()}
     train(strategy, random_batch(LENGTHS))
-    assert fingerprint(held.items()) == fingerprint(strategy.weights())
-    assert fingerprint(held.items()) != fingerprint(before.items())
+    assert fingerprint(shared_weights.items()) == fingerprint(strategy.weights())
+    assert fingerprint(shared_weights.items()) != fingerprint(before.items())
 
 
 def test_a_restored_learner_continues_bit_for_bit(
-    build: Callable[[], TrainStrategy], tmp_path: Path
+    strategy_factory: Callable[[], TrainStrategy], tmp_path: Path
 ):
-    first = build()
+    first = strategy_factory()
     train(first, random_batch(LENGTHS, seed=0))
     train(first, random_batch(LENGTHS, seed=1))
     first.save(tmp_path / "state")
     train(first, random_batch(LENGTHS, seed=2))
 
-    second = build()
+    second = strategy_factory()
     train(second, random_batch(LENGTHS, seed=7))
     second.load(tmp_path / "state")
     train(second, random_batch(LENGTHS, seed=2))
@@ -199,17 +201,19 @@ def test_a_restored_learner_continues_bit_for_bit(
 
 
 def test_an_export_is_a_folder_that_transformers_loads(
-    build: Callable[[], TrainStrategy], tmp_path: Path
+    strategy_factory: Callable[[], TrainStrategy], tmp_path: Path
 ):
-    strategy = build()
+    strategy = strategy_factory()
     train(strategy, random_batch(LENGTHS))
     strategy.export(tmp_path / "out")
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert fingerprint(plain.named_parameters()) == fingerprint(strategy.weights())
+    reference_model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert fingerprint(reference_model.named_parameters()) == fingerprint(strategy.weights())
 
 
-def test_a_learner_that_slept_gives_the_same_log_probs(build: Callable[[], TrainStrategy]):
-    strategy = build()
+def test_a_learner_that_slept_gives_the_same_log_probs(
+    strategy_factory: Callable[[], TrainStrategy],
+):
+    strategy = strategy_factory()
     batch = random_batch(LENGTHS)
     train(strategy, batch)
     before = strategy.logprobs(batch)

@@ -12,7 +12,7 @@ from rollick.data.batch import Batch
 from rollick.types import SampleId
 
 
-def batch_of(lengths: list[int]) -> Batch:
+def make_batch(lengths: list[int]) -> Batch:
     """Token number n of the batch is n in every stream; sample b has temperature b."""
     total = sum(lengths)
     numbers = np.arange(total)
@@ -31,13 +31,13 @@ def batch_of(lengths: list[int]) -> Batch:
 
 
 def test_offsets_are_the_start_of_each_sample_and_the_end_of_the_last():
-    batch = batch_of([2, 3, 1])
+    batch = make_batch([2, 3, 1])
     assert (batch.rows, batch.tokens) == (3, 6)
     assert batch.offsets_B1.tolist() == [0, 2, 5, 6]
 
 
 def test_selected_samples_have_the_requested_order_and_all_their_streams():
-    taken = batch_of([2, 3, 1]).take([2, 0])
+    taken = make_batch([2, 3, 1]).take([2, 0])
     assert taken.token_ids_N.tolist() == [5, 0, 1]
     assert taken.versions_N.tolist() == [5, 0, 1]
     assert taken.loss_mask_N.tolist() == [False, True, False]
@@ -49,11 +49,11 @@ def test_selected_samples_have_the_requested_order_and_all_their_streams():
 
 
 def test_selected_samples_keep_their_weights_of_the_full_batch():
-    assert batch_of([2, 3, 1]).take([1]).weights_N.tolist() == [1 / 6] * 3
+    assert make_batch([2, 3, 1]).take([1]).weights_N.tolist() == [1 / 6] * 3
 
 
-def annotated(batch: Batch) -> Batch:
-    """Every optional stream: token number n has n, sample b has b, [N, K] n and n + 0.5."""
+def fill_annotations(batch: Batch) -> Batch:
+    """Fill optional streams: n for token n, b for sample b, (n, n + 0.5) in an [N, K] stream."""
     tokens_N, samples_B = np.arange(batch.tokens), np.arange(batch.rows)
     given: dict[str, Any] = {}
     for spec in fields(Batch):
@@ -66,40 +66,40 @@ def annotated(batch: Batch) -> Batch:
 
 
 def test_annotations_are_kept():
-    batch = batch_of([2, 1])
-    taken = annotated(batch).take([1])
+    batch = make_batch([2, 1])
+    taken = fill_annotations(batch).take([1])
     expected = {"_B": [1], "_N": [2], "_NK": [[2.0, 2.5]]}
     for spec in fields(Batch):
         if getattr(batch, spec.name) is None:
-            kind = "_" + spec.name.rsplit("_", 1)[1]
-            assert getattr(taken, spec.name).tolist() == expected[kind], spec.name
+            suffix = "_" + spec.name.rsplit("_", 1)[1]
+            assert getattr(taken, spec.name).tolist() == expected[suffix], spec.name
     assert batch.take([1]).old_logprobs_N is None
 
 
 def test_a_part_of_a_batch_knows_the_version_that_ages_are_counted_from():
-    assert replace(batch_of([2, 1]), version=7).take([1]).version == 7
+    assert replace(make_batch([2, 1]), version=7).take([1]).version == 7
 
 
 def test_trained_tokens_are_counted_by_sample():
-    batch = replace(batch_of([3, 0, 2]), loss_mask_N=np.array([True, False, True, False, True]))
+    batch = replace(make_batch([3, 0, 2]), loss_mask_N=np.array([True, False, True, False, True]))
     assert batch.trained_B.tolist() == [2, 0, 1]
 
 
 def test_scaling_changes_every_weight_and_nothing_else():
-    batch = annotated(batch_of([2, 1]))
-    twice = batch.scale_weights(2.0)
+    batch = fill_annotations(make_batch([2, 1]))
+    scaled = batch.scale_weights(2.0)
     weights = {"weights_N", "kl_weights_N", "entropy_weights_N"}
     for spec in fields(Batch):
-        mine, theirs = getattr(batch, spec.name), getattr(twice, spec.name)
+        before, after = getattr(batch, spec.name), getattr(scaled, spec.name)
         if spec.name in weights:
-            assert theirs.tolist() == (2 * mine).tolist(), spec.name
+            assert after.tolist() == (2 * before).tolist(), spec.name
         else:
-            assert theirs is mine, spec.name
-    assert batch_of([1]).scale_weights(2.0).kl_weights_N is None
+            assert after is before, spec.name
+    assert make_batch([1]).scale_weights(2.0).kl_weights_N is None
 
 
 def test_taking_no_sample_gives_an_empty_batch():
-    empty = batch_of([2, 3]).take([])
+    empty = make_batch([2, 3]).take([])
     assert (empty.rows, empty.tokens, empty.uids) == (0, 0, ())
     assert empty.token_ids_N.dtype == np.int32
 
@@ -109,7 +109,7 @@ def test_taking_no_sample_gives_an_empty_batch():
 def test_any_split_of_a_batch_holds_every_token_once(lengths: list[int], data: st.DataObject):
     order = data.draw(st.permutations(range(len(lengths))))
     cut = data.draw(st.integers(0, len(lengths)))
-    batch = batch_of(lengths)
+    batch = make_batch(lengths)
     parts = [batch.take(order[:cut]), batch.take(order[cut:])]
     tokens = sorted(token for part in parts for token in part.token_ids_N.tolist())
     assert tokens == list(range(sum(lengths)))

@@ -1,4 +1,4 @@
-"""collate: what is trained on, in which order, with which weight."""
+"""collate: the trained tokens of a batch, their order and their weights."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -22,11 +22,11 @@ def token_mean(counts_B: Any, group_B: Any, *, max_tokens: int) -> Any:
     return np.full(len(counts_B), 1.0 / counts_B.sum())
 
 
-def by_count_group_and_limit(counts_B: Any, group_B: Any, *, max_tokens: int) -> Any:
+def encode_arguments(counts_B: Any, group_B: Any, *, max_tokens: int) -> Any:
     return counts_B + 10.0 * group_B + 100.0 * max_tokens
 
 
-def weights_of(batch: Batch, aggregation: Any = token_mean, **options: Any) -> list[float]:
+def compute_weights(batch: Batch, aggregation: Any = token_mean, **options: Any) -> list[float]:
     return token_weights(batch, aggregation, max_tokens=4, **options).tolist()
 
 
@@ -40,7 +40,7 @@ def assert_same(left: Batch, right: Batch) -> None:
             assert a == b
 
 
-def changed(of: Group, index: int, **fields_of_sample: Any) -> Group:
+def replace_sample(of: Group, index: int, **fields_of_sample: Any) -> Group:
     members = list(of.members)
     sample = replace(members[index].sample, **fields_of_sample)
     members[index] = replace(members[index], sample=sample)
@@ -65,12 +65,12 @@ def test_two_samples_are_packed_end_to_end_and_have_no_credit_yet():
 
 
 def test_a_sample_of_two_segments_is_two_sequences_under_one_id():
-    of = changed(group([1, 0], texts=["wxyz", "v"], of=PROMPT), 0, segment_starts=(4,))
+    of = replace_sample(group([1, 0], texts=["wxyz", "v"], of=PROMPT), 0, segment_starts=(4,))
     batch = collate([of])
     assert batch.lengths_B.tolist() == [4, 2, 3]
     assert batch.uids == (SampleId(0, 0), SampleId(0, 0), SampleId(0, 1))
     assert batch.rows_by_sample() == {SampleId(0, 0): range(2), SampleId(0, 1): range(2, 3)}
-    # Nothing comes before the first token of a segment.
+    # The first token of a segment has no context and is not trained.
     masks = [False, False, True, True, False, True, False, False, True]
     assert batch.loss_mask_N.tolist() == masks
     assert batch.scores_B is not None
@@ -79,26 +79,26 @@ def test_a_sample_of_two_segments_is_two_sequences_under_one_id():
 
 def test_weights_are_those_of_the_trained_tokens():
     batch = collate([group([1, 0], texts=["x", "yz"], of=PROMPT)])
-    assert weights_of(batch) == [0, 0, 1 / 3, 0, 0, 1 / 3, 1 / 3]
+    assert compute_weights(batch) == [0, 0, 1 / 3, 0, 0, 1 / 3, 1 / 3]
 
 
 def test_tokens_that_are_not_among_the_kept_are_in_neither_weights_nor_denominator():
     batch = collate([group([1, 0], texts=["x", "yz"], of=PROMPT)])
     among_N = np.array([True, True, True, True, True, False, True])
-    assert weights_of(batch, among_N=among_N) == [0, 0, 1 / 2, 0, 0, 0, 1 / 2]
+    assert compute_weights(batch, among_N=among_N) == [0, 0, 1 / 2, 0, 0, 0, 1 / 2]
 
 
 def test_the_aggregation_sees_trained_tokens_group_and_limit_of_each_sample():
     batch = collate([group([1], uid=7, texts=["xyz"], of=PROMPT)])
-    assert weights_of(batch, by_count_group_and_limit) == [0, 0, 473, 473, 473]
+    assert compute_weights(batch, encode_arguments) == [0, 0, 473, 473, 473]
 
 
 def test_an_episode_of_several_segments_counts_once_in_a_mean_over_samples():
-    of = changed(group([1, 0], texts=["vwxyz", "uv"], of=PROMPT), 0, segment_starts=(4,))
-    weights = weights_of(collate([of]), sequence_mean_token_mean)
-    # Segments abvw and xyz (x has nothing before it) of one sample, and ab|uv.
+    of = replace_sample(group([1, 0], texts=["vwxyz", "uv"], of=PROMPT), 0, segment_starts=(4,))
+    weights = compute_weights(collate([of]), sequence_mean_token_mean)
+    # Segments abvw and xyz (x has no context) of one sample, and ab|uv.
     assert weights == [0, 0, 1 / 8, 1 / 8, 0, 1 / 8, 1 / 8, 0, 0, 1 / 4, 1 / 4]
-    weights = weights_of(collate([of]), sequence_mean_token_sum)
+    weights = compute_weights(collate([of]), sequence_mean_token_sum)
     assert weights == [0, 0, 1 / 2, 1 / 2, 0, 1 / 2, 1 / 2, 0, 0, 1 / 2, 1 / 2]
 
 
@@ -124,11 +124,11 @@ def test_the_order_of_a_batch_follows_from_ids_alone(order: list[int], inner: li
 
 
 def test_a_sample_whose_score_failed_is_in_neither_batch_nor_denominator():
-    complete_one = group([1, None, 0], texts=["x", "yyyy", "z"], of=PROMPT)
-    batch = collate([complete_one])
+    group_with_failure = group([1, None, 0], texts=["x", "yyyy", "z"], of=PROMPT)
+    batch = collate([group_with_failure])
     assert batch.uids == (SampleId(0, 0), SampleId(0, 2))
-    assert sum(weights_of(batch)) == 1.0
-    assert max(weights_of(batch)) == 0.5
+    assert sum(compute_weights(batch)) == 1.0
+    assert max(compute_weights(batch)) == 0.5
 
 
 def test_only_chosen_members_are_in_the_batch_and_a_failed_one_cannot_be_chosen():
@@ -144,26 +144,33 @@ def test_a_choice_of_another_length_than_the_group_is_an_error():
 
 
 def test_truncated_samples_are_trained_on_unless_excluded():
-    cut = changed(group([1, 0], texts=["x", "y"], of=PROMPT), 1, stop=StopReason.LENGTH)
-    assert collate([cut]).rows == 2
+    truncated_group = replace_sample(
+        group([1, 0], texts=["x", "y"], of=PROMPT), 1, stop=StopReason.LENGTH
+    )
+    assert collate([truncated_group]).rows == 2
 
 
 def test_a_sample_without_a_trained_token_is_left_out():
-    silent = changed(group([1, 0]), 0, loss_mask=np.zeros(5, np.bool_))
-    assert collate([silent]).uids == (SampleId(0, 1),)
+    untrained = replace_sample(group([1, 0]), 0, loss_mask=np.zeros(5, np.bool_))
+    assert collate([untrained]).uids == (SampleId(0, 1),)
 
 
 def test_the_first_token_of_a_sequence_is_never_trained():
-    everything = changed(group([1], texts=["x"], of=PROMPT), 0, loss_mask=np.ones(3, np.bool_))
-    batch = collate([everything])
+    all_trained = replace_sample(
+        group([1], texts=["x"], of=PROMPT), 0, loss_mask=np.ones(3, np.bool_)
+    )
+    batch = collate([all_trained])
     assert batch.loss_mask_N.tolist() == [False, True, True]
-    assert weights_of(batch) == [0, 0.5, 0.5]
+    assert compute_weights(batch) == [0, 0.5, 0.5]
 
 
 def test_an_empty_training_batch_is_an_error_with_the_reason():
-    cut = changed(group([None, 1]), 1, stop=StopReason.LENGTH)
+    truncated_group = replace_sample(group([None, 1]), 1, stop=StopReason.LENGTH)
     with pytest.raises(DataError, match=r"none of 2 samples in 1 groups.*1 failed scores, 1 trunc"):
-        collate([cut], select_members=lambda of: [not sample.truncated for sample in of.samples])
+        collate(
+            [truncated_group],
+            select_members=lambda of: [not sample.truncated for sample in of.samples],
+        )
     with pytest.raises(DataError, match="none of 0 samples in 0 groups"):
         collate([])
 
@@ -174,16 +181,16 @@ def test_the_arrays_of_a_batch_may_be_written_so_that_torch_takes_them_as_they_a
     assert all(array.flags.writeable for array in arrays if isinstance(array, np.ndarray))
 
 
-def example(*ids: int, trained: int) -> tuple[Any, Any]:
-    """The last `trained` of these tokens are to imitate."""
+def make_example(*ids: int, trained: int) -> tuple[Any, Any]:
+    """Token ids, and a mask of the last `trained` of them."""
     return np.array(ids, np.int32), np.arange(len(ids)) >= len(ids) - trained
 
 
 def test_examples_become_a_batch_of_groups_of_one():
     examples = [
-        [example(1, 5, 6, trained=2)],
-        [example(1, 7, trained=1)],
-        [example(1, 8, trained=0)],
+        [make_example(1, 5, 6, trained=2)],
+        [make_example(1, 7, trained=1)],
+        [make_example(1, 8, trained=0)],
     ]
     batch = examples_to_batch(examples, aggregation=token_mean, max_tokens=4)
     assert batch.token_ids_N.tolist() == [1, 5, 6, 1, 7]
@@ -196,8 +203,8 @@ def test_examples_become_a_batch_of_groups_of_one():
 
 def test_a_pair_of_examples_is_a_group_whose_second_answer_has_a_negative_advantage():
     pairs = [
-        [example(1, 5, 6, trained=2), example(1, 7, trained=1)],
-        [example(1, 8, trained=1), example(1, 9, 9, trained=2)],
+        [make_example(1, 5, 6, trained=2), make_example(1, 7, trained=1)],
+        [make_example(1, 8, trained=1), make_example(1, 9, 9, trained=2)],
     ]
     batch = examples_to_batch(pairs, aggregation=token_mean, max_tokens=4)
     assert batch.uids == (SampleId(0, 0), SampleId(0, 1), SampleId(1, 0), SampleId(1, 1))

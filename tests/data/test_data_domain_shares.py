@@ -1,4 +1,4 @@
-"""Shares of the domains that hold among the groups that are trained on."""
+"""Domain shares among the groups that are trained on."""
 
 from collections import Counter
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_nothing_changes_before_learn_and_a_resumed_selection_continues_equally(
         assert shares.weights == pytest.approx({"a": 1 / 0.7, "b": 1.0})
 
 
-def draws(stream: PromptStream, count: int) -> Counter[str]:
+def count_draws(stream: PromptStream, count: int) -> Counter[str]:
     return Counter(stream.next().domain for _ in range(count))
 
 
@@ -59,7 +59,7 @@ def test_the_stream_draws_by_trained_groups_only_if_configured(tmp_path: Path) -
                 stream.record_group(group([0, 1], of=by_domain["a"]), kept=number == 0)
                 stream.record_group(group([0, 1], of=by_domain["b"]), kept=True)
             stream.update_selection()
-        assert draws(stream, 100) == expected
+        assert count_draws(stream, 100) == expected
         resumed = PromptStream.open(data, seed=0, base=tmp_path, objects={"rows": rows})
         resumed.restore(stream.state())
         assert [resumed.next().uid for _ in range(9)] == [stream.next().uid for _ in range(9)]

@@ -1,4 +1,4 @@
-"""Where rows come from: files, the hub, generators, objects."""
+"""Sources of rows: files, the hub, generators, objects."""
 
 import gzip
 import json
@@ -63,18 +63,18 @@ def test_a_line_that_is_not_json_is_passed_on_with_its_problem(tmp_path: Path, l
 def test_a_file_is_looked_for_beside_the_recipe_and_then_in_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    recipe, here = tmp_path / "recipe", tmp_path / "here"
-    for folder in (recipe, here):
+    recipe, working_dir = tmp_path / "recipe", tmp_path / "here"
+    for folder in (recipe, working_dir):
         folder.mkdir()
         write_sources(folder)
-    monkeypatch.chdir(here)
+    monkeypatch.chdir(working_dir)
     (recipe / "r.jsonl").write_text('{"prompt": "recipe"}\n')
     assert read("r.jsonl", recipe)[0].value == {"prompt": "recipe"}
     for name in ("r.jsonl", "r.py"):
         (recipe / name).unlink()
     assert read("r.jsonl", recipe)[0].value == ROWS[0]
     assert read("r.py:rows", recipe)[0].value == ROWS[0]
-    assert read(str(here / "r.json"), recipe)[0].value == ROWS[0]
+    assert read(str(working_dir / "r.json"), recipe)[0].value == ROWS[0]
 
 
 BAD_FILES = {
@@ -107,8 +107,8 @@ def test_a_missing_function_is_named_with_what_the_file_has(tmp_path: Path):
 @pytest.mark.parametrize("rows", [["a", {"prompt": "b"}], ("a", {"prompt": "b"})])
 def test_an_object_is_a_list_or_a_function_and_a_string_is_a_prompt(tmp_path: Path, rows: Any):
     expected = [{"prompt": "a"}, {"prompt": "b"}]
-    for given in (rows, lambda: iter(rows)):
-        assert [r.value for r in read("object:x", tmp_path, objects={"x": given})] == expected
+    for rows_object in (rows, lambda: iter(rows)):
+        assert [r.value for r in read("object:x", tmp_path, objects={"x": rows_object})] == expected
 
 
 @pytest.mark.parametrize("value", ["a text", {"prompt": "x"}, 7, lambda: None])

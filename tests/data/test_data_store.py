@@ -32,21 +32,23 @@ def assert_same_groups(left: list[Group], right: list[Group]) -> None:
     assert len(left) == len(right)
     for a, b in zip(left, right, strict=True):
         assert (a.uid, a.prompt, a.start_version) == (b.uid, b.prompt, b.start_version)
-        for one, other in zip(a.members, b.members, strict=True):
-            np.testing.assert_equal(score_fields(one.score), score_fields(other.score))
+        for member_a, member_b in zip(a.members, b.members, strict=True):
+            np.testing.assert_equal(
+                get_score_fields(member_a.score), get_score_fields(member_b.score)
+            )
             for name in ("uid", "prompt", "temperature", "stop", "text", "states"):
-                assert getattr(one.sample, name) == getattr(other.sample, name)
+                assert getattr(member_a.sample, name) == getattr(member_b.sample, name)
             for name in TOKEN_FIELDS:
-                mine, theirs = getattr(one.sample, name), getattr(other.sample, name)
-                assert mine.dtype == theirs.dtype
-                assert mine.tobytes() == theirs.tobytes()
+                value_a, value_b = getattr(member_a.sample, name), getattr(member_b.sample, name)
+                assert value_a.dtype == value_b.dtype
+                assert value_a.tobytes() == value_b.tobytes()
 
 
-def score_fields(score: Score) -> dict[str, Any]:
+def get_score_fields(score: Score) -> dict[str, Any]:
     return {spec.name: getattr(score, spec.name) for spec in fields(Score)}
 
 
-def varied_groups() -> list[Group]:
+def make_varied_groups() -> list[Group]:
     source = Prompt("d/7", "d", (Turn("system", "s"), Turn("user", "q\n\u00fc")), {"n": [1, None]})
     first = group([1, None], uid=3, of=source, start_version=2, texts=["yes", ""])
     member = first.members[0]
@@ -74,7 +76,7 @@ def varied_groups() -> list[Group]:
 
 
 def test_saved_groups_are_loaded_bit_for_bit(tmp_path: Path):
-    groups = varied_groups()
+    groups = make_varied_groups()
     save_groups(tmp_path / "groups", groups)
     loaded = load_groups(tmp_path / "groups")
     assert_same_groups(loaded, groups)
@@ -145,7 +147,7 @@ def test_row_values_that_json_does_not_know_become_text_with_a_note(
     assert "saved day, deep[0].pair, keys as text" in caplog.text
 
 
-def full_batch() -> Batch:
+def make_full_batch() -> Batch:
     return Batch(
         token_ids_N=np.array([1, 2, 3], np.int32),
         lengths_B=np.array([1, 2], np.int32),
@@ -169,27 +171,27 @@ def full_batch() -> Batch:
 
 
 def test_a_saved_batch_is_loaded_bit_for_bit_and_absent_fields_stay_absent(tmp_path: Path):
-    batch = full_batch()
+    batch = make_full_batch()
     save_batch(tmp_path / "b.npz", batch)
     loaded = load_batch(tmp_path / "b.npz")
     assert (loaded.uids, loaded.version) == (batch.uids, 9)
     assert loaded.reference_logprobs_N is None
     for spec in fields(Batch):
-        mine, theirs = getattr(batch, spec.name), getattr(loaded, spec.name)
-        if isinstance(mine, np.ndarray):
-            assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
-            assert mine.tobytes() == theirs.tobytes()
+        value_a, value_b = getattr(batch, spec.name), getattr(loaded, spec.name)
+        if isinstance(value_a, np.ndarray):
+            assert (value_a.dtype, value_a.shape) == (value_b.dtype, value_b.shape)
+            assert value_a.tobytes() == value_b.tobytes()
         else:
-            assert mine == theirs
+            assert value_a == value_b
 
 
 def test_one_kind_of_file_is_not_taken_for_the_other(tmp_path: Path):
-    save_batch(tmp_path / "b.npz", full_batch())
+    save_batch(tmp_path / "b.npz", make_full_batch())
     with pytest.raises(DataError, match="holds batch in format 2, expected groups"):
         load_groups(tmp_path / "b.npz")
 
 
-def damaged_files() -> dict[str, bytes]:
+def make_damaged_files() -> dict[str, bytes]:
     return {
         "empty": b"",
         "text": b"hello",
@@ -198,10 +200,10 @@ def damaged_files() -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("kind", damaged_files())
+@pytest.mark.parametrize("kind", make_damaged_files())
 def test_a_file_of_another_kind_is_refused_and_never_unpickled(tmp_path: Path, kind: str):
     path = tmp_path / "g.npz"
-    path.write_bytes(damaged_files()[kind])
+    path.write_bytes(make_damaged_files()[kind])
     with pytest.raises(DataError, match=r"g\.npz cannot be read as saved groups"):
         load_groups(path)
 
@@ -215,7 +217,7 @@ def test_a_pickled_array_inside_the_file_is_refused(tmp_path: Path):
 
 def test_a_truncated_file_and_a_missing_one_are_refused(tmp_path: Path):
     path = tmp_path / "g.npz"
-    save_groups(path, varied_groups())
+    save_groups(path, make_varied_groups())
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(DataError, match="damaged"):
         load_groups(path)

@@ -14,14 +14,14 @@ from rollick.episodes.in_process import random_policy, run_episodes, solver_poli
 from rollick.errors import EnvError, MissingExtra
 
 
-def needs(package: str) -> None:
+def skip_without(package: str) -> None:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
 
 
 @pytest.fixture
 def gym() -> Any:
-    needs("gymnasium")
+    skip_without("gymnasium")
     from rollick.envs.adapters.gymnasium_env import GymEnv
 
     return GymEnv
@@ -35,8 +35,8 @@ def test_a_gymnasium_environment_with_text_observations_is_played(gym: Any) -> N
     assert text.endswith("Reply in the form <answer>Left or Down or Right or Up</answer>.")
     assert env.step("<answer>down</answer>")[4]["valid"]
     assert env.step("<answer>2</answer>")[4]["valid"]
-    for odd in ("<answer>9</answer>", "<answer>jump</answer>", "down"):
-        assert env.step(odd)[4]["valid"] is False
+    for invalid in ("<answer>9</answer>", "<answer>jump</answer>", "down"):
+        assert env.step(invalid)[4]["valid"] is False
     report = run_episodes(gym, range(50), options=options, policy=random_policy)
     assert report.errors == 0
 
@@ -80,8 +80,8 @@ def test_what_cannot_be_written_as_text_is_refused(gym: Any) -> None:
 
 
 def test_minigrid_observations_are_text() -> None:
-    needs("minigrid")
-    needs("pygame")
+    skip_without("minigrid")
+    skip_without("pygame")
     from rollick.envs.adapters.minigrid_env import minigrid_env
 
     env = minigrid_env(id="MiniGrid-Empty-5x5-v0", style="plain")
@@ -96,7 +96,7 @@ def test_minigrid_observations_are_text() -> None:
 
 
 def test_reasoning_gym_scores_its_own_answers() -> None:
-    needs("reasoning_gym")
+    skip_without("reasoning_gym")
     try:
         from rollick.envs.adapters.reasoning_gym_env import ReasoningGymEnv
 
@@ -111,7 +111,7 @@ def test_reasoning_gym_scores_its_own_answers() -> None:
 
 
 def test_textarena_s_episodes_have_random_numbers_of_their_own() -> None:
-    needs("textarena")
+    skip_without("textarena")
     try:
         from rollick.envs.adapters.textarena_env import TextArenaEnv
 

@@ -1,4 +1,4 @@
-"""FrozenLake and Sokoban: rules by hand, a thousand seeds each, pictures."""
+"""FrozenLake and Sokoban: rules on hand-made maps, a thousand seeds each, pictures."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ GAMES: list[tuple[type[TextEnv], dict[str, Any]]] = [
 ]
 
 
-def lake(*rows: str, **options: Any) -> FrozenLake:
+def make_lake(*rows: str, **options: Any) -> FrozenLake:
     """A lake with this map instead of a random one."""
     env = FrozenLake(size=len(rows), holes=0.0, style="plain", **options)
     env.reset(0)
-    places = {
+    tiles = {
         (y + 1) * env.width + x + 1: tile
         for y, row in enumerate(rows)
         for x, tile in enumerate(row)
     }
-    env.ice = frozenset(cell for cell, tile in places.items() if tile != "H")
+    env.ice = frozenset(cell for cell, tile in tiles.items() if tile != "H")
     env.background = [tile for row in rows for tile in row]
     return env
 
@@ -49,14 +49,14 @@ def room(*rows: str, **options: Any) -> Sokoban:
     env = Sokoban(size=len(rows), style="plain", symbols="classic", **options)
     env.reset(0)
     size, text = len(rows), "".join(rows)
-    cells = {mark: {at for at, seen in enumerate(text) if seen == mark} for mark in "# .$*@+"}
+    cells = {mark: {index for index, seen in enumerate(text) if seen == mark} for mark in "# .$*@+"}
     targets = cells["."] | cells["*"] | cells["+"]
     floor = set(range(size * size)) - cells["#"]
     env.room = Room(size, frozenset(floor), frozenset(targets))
     env.box_cells = cells["$"] | cells["*"]
     [env.player] = cells["@"] | cells["+"]
     env.background = [
-        "#" if at not in floor else "." if at in targets else " " for at in range(size**2)
+        "#" if index not in floor else "." if index in targets else " " for index in range(size**2)
     ]
     return env
 
@@ -94,14 +94,14 @@ def test_a_thousand_random_episodes_are_deterministic_and_raise_nothing(
 
 def test_the_best_policy_on_slippery_ice_sometimes_falls_in() -> None:
     options = {"slip": 2 / 3, "max_steps": 200}
-    best = run_episodes(FrozenLake, range(100), options=options, policy=solver_policy)
-    chance = run_episodes(FrozenLake, range(100), options=options, policy=random_policy)
-    assert 0.8 < best.success < 1.0
-    assert chance.success < 0.3
+    solver_report = run_episodes(FrozenLake, range(100), options=options, policy=solver_policy)
+    random_report = run_episodes(FrozenLake, range(100), options=options, policy=random_policy)
+    assert 0.8 < solver_report.success < 1.0
+    assert random_report.success < 0.3
 
 
 def test_walking_over_ice_to_the_goal_has_reward_one() -> None:
-    env = lake("SF", "HG")
+    env = make_lake("SF", "HG")
     text, reward, terminated, truncated, info = env.step("Right")
     assert (text, reward, terminated, truncated) == ("SP\nHG", 0.0, False, False)
     assert info == {"valid": True, "effective": True, "success": False, "state": "SP\nHG"}
@@ -110,12 +110,12 @@ def test_walking_over_ice_to_the_goal_has_reward_one() -> None:
 
 
 def test_progress_is_rewarded_and_a_step_back_costs_it() -> None:
-    env = lake("SFF", "FHF", "FFG", progress_reward=0.1)
-    paid = [env.step(action)[1] for action in ("Right", "Left", "Up", "Jump", "Down", "Down")]
-    assert paid == pytest.approx([0.1, -0.1, 0.0, 0.0, 0.1, 0.1])
+    env = make_lake("SFF", "FHF", "FFG", progress_reward=0.1)
+    rewards = [env.step(action)[1] for action in ("Right", "Left", "Up", "Jump", "Down", "Down")]
+    assert rewards == pytest.approx([0.1, -0.1, 0.0, 0.0, 0.1, 0.1])
     assert env.step("Right")[1] == pytest.approx(0.1)
     assert env.step("Right")[1] == pytest.approx(1.1)
-    env = lake("SF", "HG", progress_reward=0.1)
+    env = make_lake("SF", "HG", progress_reward=0.1)
     assert env.step("Down")[1] == pytest.approx(-0.1)
 
 
@@ -140,7 +140,7 @@ def test_a_careless_solver_ignores_holes_and_falls_in() -> None:
 
 
 def test_a_hole_ends_the_episode_with_nothing() -> None:
-    text, reward, terminated, _, info = lake("SF", "HG").step("Down")
+    text, reward, terminated, _, info = make_lake("SF", "HG").step("Down")
     assert (text, reward, terminated) == ("You lost.\nSF\nXG", 0.0, True)
     assert not info["success"]
 
@@ -152,14 +152,14 @@ def test_a_hole_ends_the_episode_with_nothing() -> None:
 def test_actions_without_effect_are_explained_and_marked(
     action: str, valid: bool, message: str
 ) -> None:
-    text, _, _, _, info = lake("SF", "HG").step(action)
+    text, _, _, _, info = make_lake("SF", "HG").step(action)
     assert text.startswith(message)
     assert (info["valid"], info["effective"]) == (valid, False)
 
 
 def test_if_slipping_is_certain_every_step_goes_sideways() -> None:
     for _ in range(20):
-        env = lake("SFF", "FFF", "FFG", slip=1.0)
+        env = make_lake("SFF", "FFF", "FFG", slip=1.0)
         env.player += env.width + 1  # the middle
         before = env.player
         env.move(UP)
@@ -195,26 +195,26 @@ def test_the_solver_finds_a_shortest_solution_and_detects_a_lost_position() -> N
 def test_the_solver_needs_as_few_moves_as_a_plain_search() -> None:
     for seed in range(30):
         puzzle = make_puzzle(Random(seed), size=6, boxes=1, walls=0.1)
-        way = solve(puzzle.room, puzzle.player, puzzle.boxes)
-        assert way is not None
-        assert len(way) == fewest_moves(puzzle.room, puzzle.player, puzzle.boxes)
+        solution = solve(puzzle.room, puzzle.player, puzzle.boxes)
+        assert solution is not None
+        assert len(solution) == count_fewest_moves(puzzle.room, puzzle.player, puzzle.boxes)
 
 
-def fewest_moves(room: Room, player: int, boxes: frozenset[int]) -> int:
-    """Breadth first over single moves."""
-    seen, edge, count = {(player, boxes)}, [(player, boxes)], 0
-    while not any(now == room.targets for _, now in edge):
-        following: list[tuple[int, frozenset[int]]] = []
-        for (cell, now), step in product(edge, (-room.width, room.width, -1, 1)):
-            there, then = cell + step, now
-            if there in now:
-                then = (now - {there}) | {there + step}
-                if there + step in now or there + step not in room.floor:
+def count_fewest_moves(room: Room, player: int, boxes: frozenset[int]) -> int:
+    """The length of a shortest solution, by breadth-first search over single moves."""
+    seen, frontier, count = {(player, boxes)}, [(player, boxes)], 0
+    while not any(current == room.targets for _, current in frontier):
+        next_frontier: list[tuple[int, frozenset[int]]] = []
+        for (cell, current), step in product(frontier, (-room.width, room.width, -1, 1)):
+            neighbour, moved = cell + step, current
+            if neighbour in current:
+                moved = (current - {neighbour}) | {neighbour + step}
+                if neighbour + step in current or neighbour + step not in room.floor:
                     continue
-            if there in room.floor and (there, then) not in seen:
-                seen.add((there, then))
-                following.append((there, then))
-        edge, count = following, count + 1
+            if neighbour in room.floor and (neighbour, moved) not in seen:
+                seen.add((neighbour, moved))
+                next_frontier.append((neighbour, moved))
+        frontier, count = next_frontier, count + 1
     return count
 
 
@@ -253,7 +253,7 @@ def test_replies_are_read_by_their_format(text: str, style: Any, actions: list[i
 
 @pytest.mark.parametrize("part", ["</think><answer>", "<answer>", "</answer> ", "</think> ", "\n"])
 def test_a_long_reply_in_no_format_is_read_in_one_pass(part: str) -> None:
-    """A step that takes too long would be masked, and a policy could choose that."""
+    """A step that times out is masked, so a slow parser would let a policy choose to be masked."""
     text = "<think></think><answer>" + part * (300_000 // len(part)) + "x"
     begun = time.process_time()
     assert read_reply(text, "think") is None

@@ -106,8 +106,8 @@ def unused_port() -> int:
 
 
 def wait_for(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    until = time.monotonic() + 90
-    while time.monotonic() < until:
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
         assert server.poll() is None, log.read_text()
         try:
             urlopen(address, timeout=5).close()

@@ -1,5 +1,5 @@
-"""An OpenEnv server behind a network that fails: the environment says that the server is away, soon
-and without waiting for it in each episode."""
+"""An OpenEnv server behind a network that fails: the environment soon raises ServiceUnavailable,
+and does not wait for the server in each episode."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rollick.errors import EnvError, ServiceUnavailable
 STAND_INS = Path(__file__).parents[1] / "stand_ins"
 
 
-def load(name: str) -> Any:
+def load_stand_in(name: str) -> Any:
     spec = spec_from_file_location(name, STAND_INS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -33,10 +33,10 @@ def load(name: str) -> Any:
 
 @pytest.fixture
 def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """To a server whose clients notice within a second that it does not answer pings."""
+    """A proxy to a server. Its clients notice within a second that pings get no reply."""
     if find_spec("openenv") is None:
-        monkeypatch.setitem(sys.modules, "openenv", load("openenv"))
-    server = load("env_server").listen("127.0.0.1", 0)
+        monkeypatch.setitem(sys.modules, "openenv", load_stand_in("openenv"))
+    server = load_stand_in("env_server").listen("127.0.0.1", 0)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(openenv_env, "CONNECT_S", 0.5)
     with Proxy(server.socket.getsockname()[1]) as proxy:
@@ -68,12 +68,12 @@ def test_a_server_that_cannot_be_reached_is_unavailable_and_not_tried_by_each_ep
     begun = time.monotonic()
     with pytest.raises(ServiceUnavailable, match=f"{env.url} cannot be reached"):
         env.reset(0)
-    tried = proxy.connections
+    attempts = proxy.connections
     for seed in range(100):
         with pytest.raises(ServiceUnavailable, match=f"{env.url} cannot be reached"):
             RemoteEnv(url=env.url).reset(seed)
     assert time.monotonic() - begun < openenv_env.RETRY_S
-    assert proxy.connections == tried
+    assert proxy.connections == attempts
 
 
 def test_a_server_that_returns_is_used_again(

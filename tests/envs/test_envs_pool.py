@@ -75,7 +75,7 @@ def open_pool(folder: Path, *, limits: EnvLimits | None = None, **settings: Any)
     return EnvPool.open(names, limits=limits, **settings)
 
 
-async def play(session: EnvSession, *actions: str) -> list[EnvCallResult]:
+async def send_actions(session: EnvSession, *actions: str) -> list[EnvCallResult]:
     return [await session.step(action) for action in actions]
 
 
@@ -87,12 +87,12 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def pid_of(session: EnvSession) -> int:
+def get_pid(session: EnvSession) -> int:
     assert session.opening.response is not None
     return session.opening.response.info["pid"]
 
 
-def open_episodes(pool: EnvPool) -> int:
+def count_open_episodes(pool: EnvPool) -> int:
     return sum(len(worker.sessions) for worker in pool._workers)
 
 
@@ -100,7 +100,7 @@ async def test_an_episode_is_played_to_its_end(folder: Path) -> None:
     async with open_pool(folder) as pool:
         session = await pool.reset("count", {"last": 2}, 7)
         assert session.opening.response.observation == "7:0"
-        first, last = await play(session, "a", "b")
+        first, last = await send_actions(session, "a", "b")
         assert (first.response.observation, first.response.reward, first.response.done) == (
             "7:1", 0.5, False,
         )  # fmt: skip
@@ -109,7 +109,7 @@ async def test_an_episode_is_played_to_its_end(folder: Path) -> None:
         with pytest.raises(EnvError, match="is over"):
             await session.step("c")
         assert pool.stats.failures == {}
-        assert open_episodes(pool) == 0
+        assert count_open_episodes(pool) == 0
 
 
 async def test_messages_arrive_as_turns(folder: Path) -> None:
@@ -121,22 +121,22 @@ async def test_messages_arrive_as_turns(folder: Path) -> None:
 async def test_a_thousand_episodes_share_two_processes(folder: Path) -> None:
     async with open_pool(folder, processes=2) as pool:
         sessions = await asyncio.gather(*(pool.reset("count", {}, n) for n in range(1000)))
-        assert open_episodes(pool) == 1000
-        held = Counter(pid_of(session) for session in sessions)
-        assert sorted(held.values()) == [500, 500]
+        assert count_open_episodes(pool) == 1000
+        episodes_per_process = Counter(get_pid(session) for session in sessions)
+        assert sorted(episodes_per_process.values()) == [500, 500]
         replies = await asyncio.gather(*(session.step("x") for session in sessions))
         seen = [reply.response.observation for reply in replies]
         assert seen == [f"{n}:1" for n in range(1000)]
         for session in sessions:
             session.close()
-        assert open_episodes(pool) == 0
+        assert count_open_episodes(pool) == 0
 
 
 async def test_an_environment_that_raises_three_times_in_ten_is_counted_exactly(
     folder: Path,
 ) -> None:
-    doomed = sum(seeded_random("flaky", seed).random() < 0.3 for seed in range(200))
-    assert 40 < doomed < 80
+    failing = sum(seeded_random("flaky", seed).random() < 0.3 for seed in range(200))
+    assert 40 < failing < 80
     async with open_pool(folder, processes=2) as pool:
 
         async def episode(seed: int) -> EnvStatus:
@@ -146,8 +146,8 @@ async def test_an_environment_that_raises_three_times_in_ten_is_counted_exactly(
             return session.status
 
         counts = Counter(await asyncio.gather(*(episode(seed) for seed in range(200))))
-        assert counts == {EnvStatus.OK: 200 - doomed, EnvStatus.FAILED: doomed}
-        assert pool.stats.failures == {EnvStatus.FAILED: doomed}
+        assert counts == {EnvStatus.OK: 200 - failing, EnvStatus.FAILED: failing}
+        assert pool.stats.failures == {EnvStatus.FAILED: failing}
         assert pool.stats.restarts == 0
 
 
@@ -177,18 +177,20 @@ async def test_a_hang_costs_its_process_and_only_the_episodes_in_it(folder: Path
     async with open_pool(folder, processes=2, limits=limits) as pool:
         sessions = [await pool.reset("count", {}, n) for n in range(6)]
         bad = sessions[0]
-        near = [s for s in sessions[1:] if pid_of(s) == pid_of(bad)]
-        far = [s for s in sessions if pid_of(s) != pid_of(bad)]
-        assert (len(near), len(far)) == (2, 3)
+        same_process = [s for s in sessions[1:] if get_pid(s) == get_pid(bad)]
+        other_process = [s for s in sessions if get_pid(s) != get_pid(bad)]
+        assert (len(same_process), len(other_process)) == (2, 3)
         reply = await bad.step("hang")
         assert reply.status is EnvStatus.TIMEOUT
         assert reply.detail == "no answer within 0.5 s; its process was killed"
-        assert not is_alive(pid_of(bad))
-        assert [(await session.step("x")).status for session in near] == [EnvStatus.LOST] * 2
-        assert [(await session.step("x")).status for session in far] == [EnvStatus.OK] * 3
-        again = [await pool.reset("count", {}, n) for n in range(6)]
-        assert len({pid_of(session) for session in again}) <= 2
-        assert all(session.opening.ok for session in again)
+        assert not is_alive(get_pid(bad))
+        assert [(await session.step("x")).status for session in same_process] == [
+            EnvStatus.LOST
+        ] * 2
+        assert [(await session.step("x")).status for session in other_process] == [EnvStatus.OK] * 3
+        new_sessions = [await pool.reset("count", {}, n) for n in range(6)]
+        assert len({get_pid(session) for session in new_sessions}) <= 2
+        assert all(session.opening.ok for session in new_sessions)
         assert pool.stats.failures == {EnvStatus.TIMEOUT: 1, EnvStatus.LOST: 2}
         assert pool.stats.restarts == 1
 
@@ -202,7 +204,7 @@ async def test_a_crash_names_the_one_that_ran_and_loses_those_that_waited(folder
         statuses = [reply.status for reply in replies]
         assert statuses == [EnvStatus.OK, EnvStatus.CRASHED, EnvStatus.LOST]
         assert replies[1].detail == "its process died (exit code 3)"
-        # The one that had its answer is lost, too, and learns of it at its next step.
+        # The episode whose step had ended is lost, too; its next step reports it.
         assert (await sessions[0].step("x")).status is EnvStatus.LOST
         assert pool.stats.failures == {EnvStatus.CRASHED: 1, EnvStatus.LOST: 2}
         assert (await pool.reset("count", {}, 9)).opening.ok
@@ -211,7 +213,7 @@ async def test_a_crash_names_the_one_that_ran_and_loses_those_that_waited(folder
 async def test_an_idle_process_that_is_killed_is_replaced(folder: Path) -> None:
     async with open_pool(folder) as pool:
         session = await pool.reset("count", {}, 0)
-        os.kill(pid_of(session), signal.SIGKILL)
+        os.kill(get_pid(session), signal.SIGKILL)
         assert (await session.step("x")).status is EnvStatus.LOST
         assert (await pool.reset("count", {}, 1)).opening.ok
         assert (pool.stats.restarts, pool.stats.failures) == (1, {EnvStatus.LOST: 1})
@@ -220,7 +222,7 @@ async def test_an_idle_process_that_is_killed_is_replaced(folder: Path) -> None:
 async def test_a_stopped_process_is_detected_because_it_does_not_respond(folder: Path) -> None:
     async with open_pool(folder, limits=EnvLimits(step_s=0.3)) as pool:
         session = await pool.reset("count", {}, 0)
-        os.kill(pid_of(session), signal.SIGSTOP)
+        os.kill(get_pid(session), signal.SIGSTOP)
         assert (await session.step("x")).status is EnvStatus.LOST
         assert (await pool.reset("count", {}, 1)).opening.ok
 
@@ -250,8 +252,8 @@ async def test_a_hanging_step_failed_when_it_began(folder: Path) -> None:
 async def test_an_answer_that_comes_too_late_is_a_timeout_counted_once(folder: Path) -> None:
     async with open_pool(folder, limits=EnvLimits(step_s=60, episode_s=0.19)) as pool:
         slow, other = await pool.reset("count", {}, 0), await pool.reset("count", {}, 1)
-        # 0.2 s of work: the answer comes about when the pool looks at the deadline, so the process
-        # may be kept or killed.
+        # The step takes 0.2 s and ends about when the pool checks the deadline, so the process may
+        # be kept or killed.
         reply = await slow.step("nap")
         assert reply.status is EnvStatus.TIMEOUT
         assert (await other.step("x")).status in (EnvStatus.OK, EnvStatus.LOST)
@@ -286,7 +288,7 @@ async def test_a_cancelled_step_leaves_the_episode(folder: Path) -> None:
         with pytest.raises(asyncio.CancelledError):
             await step
         assert session.done
-        assert open_episodes(pool) == 0
+        assert count_open_episodes(pool) == 0
         assert (await pool.reset("count", {}, 1)).opening.ok
         assert pool.stats.failures == {}
 
@@ -316,7 +318,7 @@ async def test_its_output_goes_to_the_log_and_nothing_is_left_behind(folder: Pat
     async with open_pool(folder) as pool:
         session = await pool.reset("count", {}, 0)
         assert (await session.step("write")).ok
-        pid = pid_of(session)
+        pid = get_pid(session)
     assert "a line for the log" in (folder / "log").read_text()
     assert not is_alive(pid)
     with pytest.raises(EnvError, match="closed"):

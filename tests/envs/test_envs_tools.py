@@ -1,4 +1,4 @@
-"""Tools: calls in the formats of the common templates, what tools say, servers of tools."""
+"""Tools: calls in the formats of common chat templates, tool results, MCP servers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_an_invalid_tool_call_is_explained(style: CallStyle, text: str) -> None:
 
 @pytest.mark.parametrize("style", STYLES)
 def test_a_long_reply_without_an_end_of_a_call_is_read_in_one_pass(style: CallStyle) -> None:
-    """A step that takes too long would be masked, and a policy could choose that."""
+    """A step that times out is masked, so a slow parser would let a policy choose to be masked."""
     for part in ("<search>", "<tool_call>", "[TOOL_CALLS] [", '{"name": ', "<search></calculator>"):
         begun = time.process_time()
         calls = read_calls(part * (300_000 // len(part)), style, TOOLS)
@@ -127,7 +127,7 @@ def test_a_program_runs_in_a_box_and_its_print_comes_back(code: str, output: str
 
 def test_python_is_a_tool_of_the_environment() -> None:
     env = ToolEnv(question="q", answer="12", tools="python", style="tag", allow_unsafe=True)
-    used, answered = play(env, "<python>print(3 * 4)</python>", "12")
+    used, answered = play_replies(env, "<python>print(3 * 4)</python>", "12")
     assert (used[0][0].content, answered[1]) == ("12", 1.0)
 
 
@@ -135,13 +135,13 @@ def test_all_programs_of_a_reply_share_one_time_limit() -> None:
     env = ToolEnv(question="q", tools="python", style="tag", program_s=1.0, allow_unsafe=True)
     slow = "<python>import time; time.sleep(100)</python>"
     begun = time.monotonic()
-    first, second = play(env, slow * 4, "<python>print(7)</python>")
+    first, second = play_replies(env, slow * 4, "<python>print(7)</python>")
     assert time.monotonic() - begun < 3.5
     assert first[0][0].content.count("error: timeout") == 4
     assert second[0][0].content == "7"
 
 
-def play(env: ToolEnv, *replies: str) -> list[Any]:
+def play_replies(env: ToolEnv, *replies: str) -> list[Any]:
     env.reset(0)
     return [env.step(reply) for reply in replies]
 
@@ -149,18 +149,18 @@ def play(env: ToolEnv, *replies: str) -> list[Any]:
 def test_a_question_is_answered_with_a_tool() -> None:
     call = write_call(ToolCall("calculator", {"expression": "12 * 12"}), "hermes")
     env = ToolEnv(question="What is 12 * 12?", answer="#### 144")
-    used, answered = play(env, f"I compute. {call}", "It is 144.")
+    used, answered = play_replies(env, f"I compute. {call}", "It is 144.")
     assert (used[0][0].role, used[0][0].content, used[2]) == ("tool", "144", False)
     assert answered[1:4] == (1.0, True, False)
 
 
 def test_an_answer_without_a_reference_gets_no_reward_by_itself() -> None:
-    (answered,) = play(ToolEnv(question="Who are you?"), "Nobody, 7 times.")
+    (answered,) = play_replies(ToolEnv(question="Who are you?"), "Nobody, 7 times.")
     assert (answered[1], answered[2], "success" in answered[4]) == (0.0, True, False)
 
 
 def test_a_call_of_an_unknown_tool_is_explained_and_not_valid() -> None:
-    (step,) = play(ToolEnv(max_steps=1), '<tool_call>{"name": "fly"}</tool_call>')
+    (step,) = play_replies(ToolEnv(max_steps=1), '<tool_call>{"name": "fly"}</tool_call>')
     assert step[0][0].content == "error: there is no tool fly"
     assert (step[3], step[4]["valid"]) == (True, False)
 

@@ -115,14 +115,14 @@ if __name__ == "__main__":
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     pytest.importorskip("verifiers.v1", reason="verifiers is not installed")
-    made = tmp_path_factory.mktemp("verifiers")
+    task_folder = tmp_path_factory.mktemp("verifiers")
     for name, text in (("vf_sums", TASKS), ("vf_guesses", GUESSES), ("vf_tools", TOOLS)):
-        (made / f"{name}.py").write_text(text)
+        (task_folder / f"{name}.py").write_text(text)
     with pytest.MonkeyPatch.context() as patch:
-        # Tool servers and pools are processes of their own.
-        patch.setenv("PYTHONPATH", str(made), prepend=os.pathsep)
-        patch.syspath_prepend(str(made))
-        yield made
+        # Tool servers and pools run in separate processes.
+        patch.setenv("PYTHONPATH", str(task_folder), prepend=os.pathsep)
+        patch.syspath_prepend(str(task_folder))
+        yield task_folder
     shared_host().close()
     create_host.cache_clear()
 
@@ -189,7 +189,7 @@ def test_tools_are_offered_called_and_answered(folder: Path) -> None:
 
 
 class ModelledUser(BaseHTTPRequestHandler):
-    """Asks, and is content with the first answer."""
+    """A user simulator that asks one question and accepts the first reply."""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -219,7 +219,7 @@ def user_url() -> Iterator[str]:
 
 
 USER = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}}
-"""The stock harness would start a program."""
+"""The default harness would start a program."""
 
 
 def test_of_two_seats_the_policy_plays_its_own(folder: Path, user_url: str) -> None:
@@ -246,10 +246,10 @@ def test_threads_that_begin_at_once_share_host_and_environment(folder: Path) -> 
     create_host.cache_clear()
     config = {"taskset": {"id": "vf-sums"}}
     with ThreadPoolExecutor(8) as threads:
-        asking = [threads.submit(shared_host) for _ in range(8)]
-        [host] = {future.result() for future in asking}
-        open_it = partial(host.open, config, seat="", tasks=3, max_turns=1)
-        opening = [threads.submit(open_it) for _ in range(8)]
+        host_futures = [threads.submit(shared_host) for _ in range(8)]
+        [host] = {future.result() for future in host_futures}
+        open_environment = partial(host.open, config, seat="", tasks=3, max_turns=1)
+        opening = [threads.submit(open_environment) for _ in range(8)]
         assert len({id(future.result()) for future in opening}) == 1
 
 

@@ -47,14 +47,14 @@ def by_asin(file: Path, asin: str) -> Product:
     return load_catalogue(file).by_asin[asin]
 
 
-def trip(file: Path, **options: Any) -> WebShop:
-    """The goal is the blue shirt, whatever the seed."""
+def make_shop(file: Path, **options: Any) -> WebShop:
+    """A shop whose goal is the blue shirt, whatever the seed."""
     env = WebShop(products=str(file), style="plain", **options)
-    env.goal = shirt_goal(file)
+    env.goal = make_shirt_goal(file)
     return env
 
 
-def shirt_goal(file: Path) -> Goal:
+def make_shirt_goal(file: Path) -> Goal:
     return Goal(
         by_asin(file, "b01"), ("machine wash",), {"size": "large", "color": "navy"}, 30.0, "a shirt"
     )
@@ -75,16 +75,16 @@ def test_the_price_of_a_range_is_its_upper_end(file: Path) -> None:
 
 
 def test_buying_the_requested_product_has_reward_one(file: Path) -> None:
-    goal = shirt_goal(file)
+    goal = make_shirt_goal(file)
     assert best_choice(goal, goal.product) == {"size": "large", "color": "navy"}
     assert score_purchase(goal, goal.product, {"size": "large", "color": "navy"}).reward == 1.0
 
 
 def test_the_reward_counts_attributes_options_and_price_and_weighs_the_kind(file: Path) -> None:
-    goal = shirt_goal(file)
+    goal = make_shirt_goal(file)
     # 1 attribute, 2 options and the price: four parts. One option is missing.
     assert score_purchase(goal, goal.product, {"size": "large"}).reward == 3 / 4
-    # The grey shirt: too dear, washed by hand; of the same kind.
+    # The grey shirt is too expensive and washed by hand, but of the same kind.
     grey = score_purchase(goal, by_asin(file, "b02"), {})
     assert (grey.type, grey.attributes, grey.options, grey.price, grey.reward) == (1, 0, 0, 0, 0)
     # The lamp is cheap enough, but shares no word with the title.
@@ -106,18 +106,18 @@ def test_the_reward_counts_attributes_options_and_price_and_weighs_the_kind(file
 def test_the_product_kind_is_compared_by_title_query_and_category(
     title: str, same_query: bool, expected: float
 ) -> None:
-    def thing(title: str, query: str) -> Product:
+    def make_product(title: str, query: str) -> Product:
         return Product("x", title, query, frozenset(), 1.0, "", (), (), {})
 
     words = "one two three four five six seven eight nine ten"
-    goal = thing(words, "q")
-    assert type_match(goal, thing(title, "q" if same_query else "other")) == expected
-    long = thing(f"{words} eleven twelve", "q")
-    assert type_match(long, thing("one", "q")) == 0.1
+    goal = make_product(words, "q")
+    assert type_match(goal, make_product(title, "q" if same_query else "other")) == expected
+    long = make_product(f"{words} eleven twelve", "q")
+    assert type_match(long, make_product("one", "q")) == 0.1
 
 
 def test_a_trip_through_all_pages(file: Path) -> None:
-    env = trip(file, per_page=1)
+    env = make_shop(file, per_page=1)
     text, reward, terminated, truncated, info = env.step("search[shirt]")
     assert text.split("\n")[1:3] == ['Page 1 of 2 for "shirt"', "[back to search] [next >]"]
     assert (reward, terminated, truncated, info["valid"], info["effective"]) == (
@@ -154,13 +154,13 @@ def test_a_trip_through_all_pages(file: Path) -> None:
     "action", ["click[b01]", "buy", "search[]", "click[buy now]", "", "click["]
 )
 def test_an_action_that_the_page_lacks_is_invalid(file: Path, action: str) -> None:
-    text, reward, _, _, info = trip(file, invalid_reward=-0.5).step(action)
+    text, reward, _, _, info = make_shop(file, invalid_reward=-0.5).step(action)
     assert text.startswith("That is not possible here.")
     assert (reward, info["valid"], info["effective"]) == (-0.5, False, False)
 
 
 def test_a_trip_that_takes_too_long_is_truncated(file: Path) -> None:
-    env = trip(file, max_steps=1)
+    env = make_shop(file, max_steps=1)
     assert env.step("search[lamp]")[3]
 
 
@@ -206,18 +206,19 @@ def test_a_thousand_random_trips_raise_nothing_and_repeat(real: dict[str, Any]) 
 
 
 def test_progress_rewards_the_rise_of_the_purchase_value_and_a_fall_costs_it(file: Path) -> None:
-    env = trip(file, progress_reward=2.0)
-    walk = ["search[shirt]", "click[b01]", "click[navy]", "click[blue]", "click[< prev]"]
-    # Of attribute, two options and price, two are met by the bare shirt and a third by its colour.
-    assert [env.step(action)[1] for action in walk] == [0.0, 1.0, 0.5, -0.5, -1.0]
+    env = make_shop(file, progress_reward=2.0)
+    actions = ["search[shirt]", "click[b01]", "click[navy]", "click[blue]", "click[< prev]"]
+    # The score has four parts: one attribute, two options, the price. The shirt without options
+    # has two of them; its colour is the third.
+    assert [env.step(action)[1] for action in actions] == [0.0, 1.0, 0.5, -0.5, -1.0]
 
 
 def test_a_product_page_is_the_same_state_after_any_search(file: Path) -> None:
     states = []
     for words in ("shirt", "cotton shirt"):
-        env = trip(file)
-        actual = env.step(f"search[{words}]")[4]["state"]
-        states.append((actual, env.step("click[b01]")[4]["state"]))
+        env = make_shop(file)
+        search_state = env.step(f"search[{words}]")[4]["state"]
+        states.append((search_state, env.step("click[b01]")[4]["state"]))
     (first, item), (second, same) = states
     assert first != second
     assert item == same

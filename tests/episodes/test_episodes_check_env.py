@@ -1,4 +1,4 @@
-"""Checks of environments: each mistake is named, in this process and across processes."""
+"""Checks of environments: each mistake is reported, within a process and across processes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Unsorted(TextEnv):
 class Good(TextEnv):
     """Guess a number; three tries."""
 
-    shared: list[int] = []  # noqa: RUF012 - what `Sharing` does wrong
+    shared: list[int] = []  # noqa: RUF012 - the mistake of `Sharing`
 
     def reset(self, seed: int) -> Any:
         self.number = random.Random(seed).randrange(100)
@@ -209,16 +209,16 @@ def test_each_group_has_a_task_seed_of_its_own() -> None:
 
 
 def test_processes_with_different_hash_seeds_see_the_same_puzzles() -> None:
-    def seen(hash_seed: str) -> str:
+    def generate_puzzles(hash_seed: str) -> str:
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
         command = [sys.executable, "-c", MAPS]
         return subprocess.run(
             command, env=environment, capture_output=True, text=True, check=True
         ).stdout
 
-    first = seen("1")
+    first = generate_puzzles("1")
     assert first.count("#") > 100
-    assert {seen("2"), seen("random")} == {first}
+    assert {generate_puzzles("2"), generate_puzzles("random")} == {first}
 
 
 @pytest.mark.parametrize("name", ["frozen_lake", "sokoban"])
@@ -273,28 +273,28 @@ def test_environments_of_installed_packages_are_resolved_by_entry_point(
 
 
 def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "rollick.cli", "env", "test", *arguments]
-    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=60)
+    argv = [sys.executable, "-m", "rollick.cli", "env", "test", *arguments]
+    return subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=60)
 
 
 def test_the_command_runs_episodes_and_ends_with_one_line_of_json(tmp_path: Path) -> None:
-    done = command(
+    completed = command(
         tmp_path, "frozen_lake", "--episodes", "20", "--policy", "solver", "-o", "size=5",
         "--picture", "lake.gif", "--json",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout.splitlines()[-1])
-    assert (figures["success"], figures["errors"], figures["problems"]) == (1.0, 0, [])
-    assert figures["steps_per_s"] > 0
+    assert completed.returncode == 0, completed.stderr
+    report = json.loads(completed.stdout.splitlines()[-1])
+    assert (report["success"], report["errors"], report["problems"]) == (1.0, 0, [])
+    assert report["steps_per_s"] > 0
     assert (tmp_path / "lake.gif").stat().st_size > 100
 
 
 def test_the_command_prints_problems_and_exits_with_1(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SETS)
-    done = command(tmp_path, "mine.py:Unsorted", "--episodes", "2")
-    assert done.returncode == 1
-    assert done.stdout.startswith("problem: the same seed gives another puzzle")
-    assert "errors        0" in done.stdout
+    completed = command(tmp_path, "mine.py:Unsorted", "--episodes", "2")
+    assert completed.returncode == 1
+    assert completed.stdout.startswith("problem: the same seed gives another puzzle")
+    assert "errors        0" in completed.stdout
     wrong = command(tmp_path, "mine.py:Unsorted", "--policy", "gpt")
     assert wrong.returncode == 2
     assert "the policy 'gpt' is not one of random, solver" in wrong.stderr

@@ -118,7 +118,7 @@ async def run_task(
     return await runner.run(UID, prompt("task 7"), SingleEngineAccess(engine)), engine
 
 
-def text_of(ids: Any) -> str:
+def decode_ids(ids: Any) -> str:
     return FakeCodec().decode(ids)
 
 
@@ -126,18 +126,18 @@ async def test_turns_are_appended_and_only_drawn_tokens_are_trained_on(
     tmp_path: Path,
 ) -> None:
     sample, engine = await run_sample(tmp_path, "ab!")
-    assert text_of(sample.token_ids) == "<7>a(a)b(b)!"
-    assert text_of(sample.token_ids[sample.loss_mask]) == "ab!"
+    assert decode_ids(sample.token_ids) == "<7>a(a)b(b)!"
+    assert decode_ids(sample.token_ids[sample.loss_mask]) == "ab!"
     assert sample.versions[sample.loss_mask].tolist() == [4, 4, 4]
     assert set(sample.versions[~sample.loss_mask].tolist()) == {NOT_SAMPLED}
     assert sample.logprobs.tolist() == [-1.0 * drawn for drawn in sample.loss_mask]
     assert sample.text == "a(a)b(b)!"
     assert sample.prompt.text == "<7>"
-    # Each request starts with all ids of the request before and the tokens drawn for it.
+    # Each request starts with all ids of the previous request and the tokens drawn for it.
     requested = [request.token_ids for request in engine.requests]
     for before, after in pairwise(requested):
         assert np.array_equal(after[: len(before)], before)
-    assert [text_of(ids) for ids in requested] == ["<7>", "<7>a(a)", "<7>a(a)b(b)"]
+    assert [decode_ids(ids) for ids in requested] == ["<7>", "<7>a(a)", "<7>a(a)b(b)"]
 
 
 async def test_a_sample_holds_states_rewards_and_what_is_needed_to_run_it_again(
@@ -169,7 +169,7 @@ async def test_each_turn_has_its_own_random_stream_and_shares_one_session(
 
 async def test_an_empty_observation_still_separates_two_turns(tmp_path: Path) -> None:
     sample, _ = await run_sample(tmp_path, "_!")
-    assert text_of(sample.token_ids) == "<7>_\n!"
+    assert decode_ids(sample.token_ids) == "<7>_\n!"
     assert sample.loss_mask.tolist() == [False] * 3 + [True, False, True]
 
 
@@ -207,7 +207,7 @@ async def test_a_sample_out_of_tokens_is_truncated_and_keeps_its_rewards(
 ) -> None:
     sample, _ = await run_sample(tmp_path, "ab!", **limit)
     assert sample.truncated
-    assert text_of(sample.token_ids) == (text or "<7>a(a)b(b)")
+    assert decode_ids(sample.token_ids) == (text or "<7>a(a)b(b)")
     assert sample.episode is not None
     assert sample.episode.score.turn_rewards == (0.25, 0.25)
     assert len(sample.states) == 2
@@ -249,14 +249,14 @@ async def test_a_full_window_starts_a_new_segment(
     tmp_path: Path, window: int, carried: int, segments: list[str]
 ) -> None:
     sample, engine = await run_sample(tmp_path, "abc!", window=window, carried=carried)
-    assert [text_of(sample.token_ids[span]) for span in sample.segments] == segments
+    assert [decode_ids(sample.token_ids[span]) for span in sample.segments] == segments
     # Each drawn token is trained on once; carried turns are context only.
-    assert text_of(sample.token_ids[sample.loss_mask]) == "abc!"
+    assert decode_ids(sample.token_ids[sample.loss_mask]) == "abc!"
     assert [
-        text_of(sample.token_ids[span][sample.loss_mask[span]])[-1] for span in sample.segments
+        decode_ids(sample.token_ids[span][sample.loss_mask[span]])[-1] for span in sample.segments
     ] == [text[-1] for text in segments]
     for request, reply in zip(engine.requests, "abc!", strict=True):
-        assert any(text.startswith(text_of(request.token_ids) + reply) for text in segments)
+        assert any(text.startswith(decode_ids(request.token_ids) + reply) for text in segments)
     assert sample.text == ("a\nb\nc\n!" if len(segments) > 1 else "a(a)b(b)c(c)!")
     assert sample.episode is not None
     assert sample.episode.score.turn_rewards == (0.25, 0.25, 0.25, 1.25)
@@ -277,7 +277,7 @@ async def test_a_solver_episode_has_the_segments_that_a_policy_would_see(tmp_pat
             pool=pool,
             task_for=lambda _: EnvTask("Echo", {}, 7, window=2, carried=1),
         )
-    assert [text_of(ids) for ids, _ in examples] == ["<7>a(a)b", "<7>(a)b(b)!"]
+    assert [decode_ids(ids) for ids, _ in examples] == ["<7>a(a)b", "<7>(a)b(b)!"]
     for (ids, mask), span in zip(examples, sample.segments, strict=True):
         assert np.array_equal(ids, sample.token_ids[span])
         assert np.array_equal(mask, sample.loss_mask[span])
@@ -302,12 +302,12 @@ async def test_the_policy_summarises_turns_that_leave_the_window(
     async with open_pool(tmp_path) as pool:
         for window, carried, drawn, segments in cases:
             sample, engine = await run_task(pool, drawn, summary_task(window, carried))
-            assert [text_of(sample.token_ids[span]) for span in sample.segments] == segments
-            assert text_of(sample.token_ids[sample.loss_mask]) == drawn
+            assert [decode_ids(sample.token_ids[span]) for span in sample.segments] == segments
+            assert decode_ids(sample.token_ids[sample.loss_mask]) == drawn
             assert (sample.versions != NOT_SAMPLED).tolist() == sample.loss_mask.tolist()
             # Each drawn letter follows the ids of its request in exactly one segment.
             for request, letter in zip(engine.requests, drawn, strict=True):
-                text = text_of(request.token_ids) + letter
+                text = decode_ids(request.token_ids) + letter
                 assert sum(segment.startswith(text) for segment in segments) == 1
             assert len({request.stream for request in engine.requests}) == len(drawn)
             assert {request.sampling.max_tokens for request in engine.requests} == {1}
@@ -330,11 +330,11 @@ async def test_a_trained_summary_is_a_turn_with_reward_0(tmp_path: Path) -> None
     assert np.asarray(returns)[sample.loss_mask].tolist() == [
         0.484375, 0.46875, 0.4375, 0.875, 1.25,
     ]  # fmt: skip
-    # Not trained on: the same drawn tokens, but not a turn for credit assignment.
+    # An untrained summary has the same tokens, but it is not a turn for credit assignment.
     assert np.array_equal(untrained.token_ids, sample.token_ids)
     assert np.array_equal(untrained.versions, sample.versions)
     assert np.array_equal(untrained.logprobs, sample.logprobs)
-    assert text_of(untrained.token_ids[untrained.loss_mask]) == "abc!"
+    assert decode_ids(untrained.token_ids[untrained.loss_mask]) == "abc!"
     assert untrained.response_length == sample.response_length == 5
     assert untrained.episode is not None
     rewards = sample.episode.rewards
@@ -352,7 +352,7 @@ async def test_a_sample_without_tokens_for_a_summary_is_truncated(tmp_path: Path
     assert len(engine.requests) == 2
     for sample in (short, full):
         assert sample.truncated
-        assert text_of(sample.token_ids) == "<7>a(a)b="
+        assert decode_ids(sample.token_ids) == "<7>a(a)b="
         assert sample.episode is not None
         assert sample.episode.score.turn_rewards == (0.25, 0.25)
         assert sample.episode.summaries == ()
@@ -366,12 +366,12 @@ def test_a_new_segment_contains_the_drawn_ids_of_the_summary() -> None:
     transcript = Transcript.start([Turn("user", "go")], codec, task)
     end = codec.end_id
     assert end is not None
-    transcript.add_reply(_drawn([*codec.encode_text("hi")[1:], end]))
+    transcript.add_reply(_make_completion([*codec.encode_text("hi")[1:], end]))
     transcript.add_observation("hi", [Turn("user", "there")])
     assert transcript.awaits_summary
-    # These ids are not what the tokenizer makes of their text: they hold an unknown character.
+    # The tokenizer does not encode their text to these ids: they hold an unknown character.
     drawn = [9, 3, 8, end]
-    transcript.add_summary(_drawn(drawn))
+    transcript.add_summary(_make_completion(drawn))
     assert not transcript.awaits_summary
     sample = transcript.to_sample(
         UID, prompt("task 7"), temperature=1.0, stop=StopReason.STOP, text=""
@@ -387,7 +387,7 @@ def test_a_new_segment_contains_the_drawn_ids_of_the_summary() -> None:
     ]  # fmt: skip
 
 
-def _drawn(token_ids: list[int]) -> Completion:
+def _make_completion(token_ids: list[int]) -> Completion:
     count = len(token_ids)
     logprobs, versions = np.full(count, -1.0, np.float32), np.full(count, 4, np.int32)
     return Completion(UID, np.array(token_ids, np.int32), logprobs, versions, StopReason.STOP)

@@ -1,5 +1,5 @@
-"""Episodes whose server does not answer: they start again when it does, and fail when the time of a
-step is up."""
+"""Episodes whose server is unavailable: they restart when it replies again, and fail at the time
+limit of a step."""
 
 from __future__ import annotations
 
@@ -80,16 +80,16 @@ async def test_an_episode_whose_server_returns_gives_the_sample_of_one_without_a
     tmp_path: Path, call: str, outages: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with open_pool(tmp_path, step_s=60) as pool:
-        calm = await run_sample(pool, tmp_path, outages=0)
+        uninterrupted = await run_sample(pool, tmp_path, outages=0)
         (tmp_path / "calls").unlink(missing_ok=True)
         with caplog.at_level(logging.WARNING, "rollick"):
-            late = await run_sample(pool, tmp_path, outages=outages, call=call)
+            restarted = await run_sample(pool, tmp_path, outages=outages, call=call)
         assert pool.stats.episode_restarts == outages
         assert pool.stats.failures == {EnvStatus.UNAVAILABLE: outages}
-    assert calm.episode is not None
-    assert late.episode is not None
-    assert late.episode.score == calm.episode.score
-    assert late.token_ids.tolist() == calm.token_ids.tolist()
+    assert uninterrupted.episode is not None
+    assert restarted.episode is not None
+    assert restarted.episode.score == uninterrupted.episode.score
+    assert restarted.token_ids.tolist() == uninterrupted.token_ids.tolist()
     assert "the server is away; its episodes start again when it answers" in caplog.text
 
 
@@ -97,11 +97,11 @@ async def test_an_episode_whose_server_stays_away_is_unavailable_after_the_time_
     tmp_path: Path,
 ) -> None:
     async with open_pool(tmp_path, step_s=1) as pool:
-        begun = time.monotonic()
-        lost = await run_sample(pool, tmp_path, outages=NEVER)
-        assert 1 < time.monotonic() - begun < 10
-    assert lost.episode is not None
-    score = lost.episode.score
+        started_at = time.monotonic()
+        unavailable = await run_sample(pool, tmp_path, outages=NEVER)
+        assert 1 < time.monotonic() - started_at < 10
+    assert unavailable.episode is not None
+    score = unavailable.episode.score
     assert (score.ok, score.status) == (False, ScoreStatus.UNAVAILABLE)
     assert score.detail == "environment Remote unavailable: the server is away"
 
@@ -110,7 +110,7 @@ async def test_an_episode_that_keeps_losing_its_connection_ends_after_three_atte
     tmp_path: Path,
 ) -> None:
     async with open_pool(tmp_path, step_s=60) as pool:
-        lost = await run_sample(pool, tmp_path, outages=NEVER, call="step")
+        unavailable = await run_sample(pool, tmp_path, outages=NEVER, call="step")
         assert pool.stats.failures == {EnvStatus.UNAVAILABLE: MAX_EPISODE_ATTEMPTS}
-    assert lost.episode is not None
-    assert lost.episode.score.status is ScoreStatus.UNAVAILABLE
+    assert unavailable.episode is not None
+    assert unavailable.episode.score.status is ScoreStatus.UNAVAILABLE

@@ -1,4 +1,4 @@
-"""One sample's life, and the fake engine that the other tests stand on."""
+"""Single-turn samples, and the fake engine that the other tests use."""
 
 import asyncio
 import math
@@ -27,17 +27,17 @@ from rollick.types import (
 UID = SampleId(3, 1)
 
 
-def answered_by(access, *, max_tokens=8):
+def generate_sample(access, *, max_tokens=8):
     sampling = Sampling(temperature=0.7, max_tokens=max_tokens)
     return single_turn(FakeCodec(), sampling, seed=1)(UID, prompt("hi?"), access)
 
 
-def episode(engine, *, max_tokens=8):
-    return answered_by(SingleEngineAccess(engine), max_tokens=max_tokens)
+def run_episode(engine, *, max_tokens=8):
+    return generate_sample(SingleEngineAccess(engine), max_tokens=max_tokens)
 
 
-def access_to(*engines):
-    """What a rollout gives a sample; its first place is on the first engine."""
+def open_access(*engines):
+    """A fleet of these engines, and a sample's access to it with a slot reserved on the first."""
     fleet = Fleet(engines, launch=lambda uid, engine: None)
     fleet.submit(UID, RequestNeeds(deadline=0, tokens=1))
     fleet.open()
@@ -45,38 +45,38 @@ def access_to(*engines):
 
 
 async def tokens(engine, count):
-    """Waits until the engine has drawn so many."""
-    while engine.generated_tokens < count:  # noqa: ASYNC110  (the engine has no event for it)
+    """Wait until the engine has generated `count` tokens."""
+    while engine.generated_tokens < count:  # noqa: ASYNC110  (the engine sets no event)
         await asyncio.sleep(0.002)
 
 
 async def test_a_sample_has_the_prompt_and_then_the_drawn_tokens():
     engine = FakeEngine(reply=lambda request: "ok", version=4, logprob=-0.5)
-    made = await episode(engine)
-    assert made.uid == UID
-    assert made.text == "ok"
-    assert made.token_ids.tolist() == [ord(character) for character in "hi?ok"]
-    assert made.loss_mask.tolist() == [False, False, False, True, True]
-    assert made.versions.tolist() == [NOT_SAMPLED] * 3 + [4, 4]
-    assert made.logprobs.tolist() == [0, 0, 0, -0.5, -0.5]
-    assert made.temperature == 0.7
-    assert made.stop is StopReason.STOP
-    arrays = (made.token_ids, made.logprobs, made.versions, made.loss_mask)
+    generated = await run_episode(engine)
+    assert generated.uid == UID
+    assert generated.text == "ok"
+    assert generated.token_ids.tolist() == [ord(character) for character in "hi?ok"]
+    assert generated.loss_mask.tolist() == [False, False, False, True, True]
+    assert generated.versions.tolist() == [NOT_SAMPLED] * 3 + [4, 4]
+    assert generated.logprobs.tolist() == [0, 0, 0, -0.5, -0.5]
+    assert generated.temperature == 0.7
+    assert generated.stop is StopReason.STOP
+    arrays = (generated.token_ids, generated.logprobs, generated.versions, generated.loss_mask)
     assert not any(array.flags.writeable for array in arrays)
     assert engine.requests[0].group == 3
     assert engine.requests[0].stream == random_stream(1, "train", UID)
 
 
 async def test_a_sample_that_reaches_the_token_limit_is_truncated():
-    made = await episode(FakeEngine(reply=lambda request: "abcdef"), max_tokens=4)
-    assert made.text == "abcd"
-    assert made.truncated
+    generated = await run_episode(FakeEngine(reply=lambda request: "abcdef"), max_tokens=4)
+    assert generated.text == "abcd"
+    assert generated.truncated
 
 
 async def test_with_one_engine_an_aborted_sample_ends_there():
     engine = FakeEngine(seconds=math.inf, reply=lambda request: "abcd")
     async with asyncio.TaskGroup() as tasks:
-        pending = tasks.create_task(episode(engine))
+        pending = tasks.create_task(run_episode(engine))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         await engine.abort(UID)
@@ -89,19 +89,19 @@ async def test_an_aborted_sample_should_continue_elsewhere_with_the_versions_of_
     second = FakeEngine(reply=lambda request: "abcd", version=7)
 
     async with asyncio.TaskGroup() as tasks:
-        fleet, access = access_to(first, second)
-        pending = tasks.create_task(answered_by(access))
+        fleet, access = open_access(first, second)
+        pending = tasks.create_task(generate_sample(access))
         await tokens(first, 2)
         fleet.remove(0)
         await first.abort(UID)
-    carried = second.requests[0].continue_from
+    partial = second.requests[0].continue_from
     assert second.requests[0].stream == first.requests[0].stream
-    assert carried is not None
-    kept = len(carried.token_ids)
-    assert kept >= 2
+    assert partial is not None
+    num_kept = len(partial.token_ids)
+    assert num_kept >= 2
     assert pending.result().text == "abcd"
     assert pending.result().stop is StopReason.STOP
-    assert pending.result().versions.tolist() == [-1] * 3 + [0] * kept + [7] * (4 - kept)
+    assert pending.result().versions.tolist() == [-1] * 3 + [0] * num_kept + [7] * (4 - num_kept)
 
 
 def test_the_random_stream_follows_from_seed_purpose_and_id_alone():
@@ -111,28 +111,28 @@ def test_the_random_stream_follows_from_seed_purpose_and_id_alone():
 
 
 def test_a_prompt_is_encoded_once_for_all_members_of_a_group():
-    class Counting(FakeCodec):
+    class CountingCodec(FakeCodec):
         calls = 0
 
         def encode_prompt(self, turns):
             self.calls += 1
             return super().encode_prompt(turns)
 
-    counting = Counting()
-    codec = CachingCodec(counting)
+    counting_codec = CountingCodec()
+    codec = CachingCodec(counting_codec)
     ids = [codec.encode_prompt(prompt("same").turns).tolist() for _ in range(3)]
     assert ids == [[ord(character) for character in "same"]] * 3
-    assert counting.calls == 1
+    assert counting_codec.calls == 1
     assert codec.decode([104, 105]) == "hi"
 
 
 async def test_the_fake_engine_draws_each_token_from_the_version_of_its_time():
     engine = FakeEngine(seconds=0.2, reply=lambda request: "abcd")
     async with asyncio.TaskGroup() as tasks:
-        pending = tasks.create_task(episode(engine))
+        pending = tasks.create_task(run_episode(engine))
         await tokens(engine, 1)
         await engine.pause()
-        drawn = engine.generated_tokens
+        tokens_before_pause = engine.generated_tokens
         await engine.commit_shared(PolicyVersion(1))
         with pytest.raises(EngineError, match="cannot sleep"):
             await engine.sleep()
@@ -141,7 +141,7 @@ async def test_the_fake_engine_draws_each_token_from_the_version_of_its_time():
     assert versions[0] == 0
     assert versions[-1] == 1
     assert versions == sorted(versions)
-    assert drawn < 4
+    assert tokens_before_pause < 4
 
 
 async def test_the_fake_engine_aborts_a_request_that_waits_for_a_slot():

@@ -1,4 +1,4 @@
-"""Every test here runs on a CUDA device, in full float32 unless it asks for less."""
+"""All tests here need a CUDA device. float32 products do not use TF32, unless a test allows it."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _full_float32() -> Iterator[None]:
-    """Skip where there is no CUDA device; TF32 off, so that a GPU and a CPU can be compared."""
+    """Skip the test without a CUDA device. Disable TF32, to compare results of GPU and CPU."""
     import torch
 
     if not torch.cuda.is_available():

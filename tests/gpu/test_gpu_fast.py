@@ -50,7 +50,7 @@ MODULES_ONLY = ForwardOptions(compile_layers=False, direct_decoder=False)
 STOPS = StopRules((2, 7))
 
 
-def _model(dtype: torch.dtype = torch.float32) -> Any:
+def _make_model(dtype: torch.dtype = torch.float32) -> Any:
     model = tiny_model(VOCABULARY, hidden=64, layers=2).cuda().to(dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -60,39 +60,39 @@ def _model(dtype: torch.dtype = torch.float32) -> Any:
     return model
 
 
-def _sharing(model: Any, attention: str) -> Any:
+def _make_sharing_module(model: Any, attention: str) -> Any:
     module = empty_model(model.config, attention=attention)
     share_parameters(module, model)
     return module
 
 
-def _infer(**options: Any) -> InferConfig:
+def _make_config(**options: Any) -> InferConfig:
     return InferConfig(**{"slots": 16, "max_length": 128, **options})
 
 
-def _paged(
+def _make_paged_runner(
     model: Any, forward: ForwardOptions, *, stops: StopRules = STOPS, **options: Any
 ) -> PagedRunner:
     return PagedRunner(
-        _sharing(model, CACHED),
-        _infer(**options),
+        _make_sharing_module(model, CACHED),
+        _make_config(**options),
         device="cuda",
         stops=stops,
         options=forward,
     )
 
 
-def _slot_runner(model: Any) -> SlotRunner:
+def _make_slot_runner(model: Any) -> SlotRunner:
     return SlotRunner(
-        _sharing(model, CACHED),
-        _infer(),
+        _make_sharing_module(model, CACHED),
+        _make_config(),
         device="cuda",
         deterministic=False,
         stops=STOPS,
     )
 
 
-def _request(number: int, ids: Sequence[int], **sampling: Any) -> Request:
+def _make_request(number: int, ids: Sequence[int], **sampling: Any) -> Request:
     return Request(
         SampleId(0, number),
         frozen_array(ids, np.int32),
@@ -101,10 +101,10 @@ def _request(number: int, ids: Sequence[int], **sampling: Any) -> Request:
     )
 
 
-def _mixed(count: int = 32, **sampling: Any) -> list[Request]:
-    """Groups of four with prompts of 1 to 78 tokens, all lengths, greedy and sampled."""
+def _make_mixed_requests(count: int = 32, **sampling: Any) -> list[Request]:
+    """Groups of four with prompts of 1 to 78 tokens and all output lengths, greedy and sampled."""
     return [
-        _request(
+        _make_request(
             n,
             [1, *((np.arange(11 * (n // 4)) * 7 + n // 4) % 90 + 3).tolist()],
             max_tokens=5 + (n * 13) % 40,
@@ -115,19 +115,19 @@ def _mixed(count: int = 32, **sampling: Any) -> list[Request]:
     ]
 
 
-def _drive(runner: Any, requests: Sequence[Request]) -> dict[SampleId, Completion]:
+def _run_requests(runner: Any, requests: Sequence[Request]) -> dict[SampleId, Completion]:
     for request in requests:
         runner.queue.submit(EngineRequest(request))
-    done: dict[SampleId, Completion] = {}
+    completions: dict[SampleId, Completion] = {}
     while runner.has_work:
-        done |= {job.request.uid: completion for job, completion in runner.step()}
-    return done
+        completions |= {job.request.uid: completion for job, completion in runner.step()}
+    return completions
 
 
 def _assert_equal(
     generated: dict[SampleId, Completion], expected: dict[SampleId, Completion]
 ) -> None:
-    """One sequence may differ, where two tokens are almost equally likely."""
+    """Assert equality. One sequence may differ, because two tokens may be almost equally likely."""
     assert generated.keys() == expected.keys()
     same = [
         uid
@@ -143,11 +143,11 @@ def _assert_equal(
 @pytest.mark.parametrize("name", OPTIONS)
 def test_all_forward_options_generate_the_tokens_of_the_slot_runner(name: str) -> None:
     torch._dynamo.reset()
-    model = _model()
-    expected = _drive(_slot_runner(model), _mixed())
+    model = _make_model()
+    expected = _run_requests(_make_slot_runner(model), _make_mixed_requests())
     assert {one.stop for one in expected.values()} == {StopReason.STOP, StopReason.LENGTH}
-    runner = _paged(model, OPTIONS[name])
-    _assert_equal(_drive(runner, _mixed()), expected)
+    runner = _make_paged_runner(model, OPTIONS[name])
+    _assert_equal(_run_requests(runner, _make_mixed_requests()), expected)
     assert runner.forward.options == OPTIONS[name], "no option was disabled"
     assert (runner.forward._decoder is not None) == ("direct decoder" in name)
     runner.clear()
@@ -159,10 +159,10 @@ def test_all_forward_options_generate_the_tokens_of_the_slot_runner(name: str) -
     ids=str,
 )
 def test_truncation_and_biases_act_as_in_the_slot_runner(sampling: dict[str, Any]) -> None:
-    model = _model()
-    expected = _drive(_slot_runner(model), _mixed(**sampling))
-    runner = _paged(model, ForwardOptions(compile_layers=False))
-    _assert_equal(_drive(runner, _mixed(**sampling)), expected)
+    model = _make_model()
+    expected = _run_requests(_make_slot_runner(model), _make_mixed_requests(**sampling))
+    runner = _make_paged_runner(model, ForwardOptions(compile_layers=False))
+    _assert_equal(_run_requests(runner, _make_mixed_requests(**sampling)), expected)
     runner.clear()
 
 
@@ -187,16 +187,16 @@ def test_the_device_uses_the_random_numbers_of_the_host() -> None:
 def test_a_captured_graph_uses_parameters_written_in_place(
     forward: ForwardOptions,
 ) -> None:
-    model = _model()
-    runner = _paged(model, forward)
-    before = _drive(runner, _mixed(8))
+    model = _make_model()
+    runner = _make_paged_runner(model, forward)
+    before = _run_requests(runner, _make_mixed_requests(8))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     runner.commit(1, keep_cache=False)
-    after = _drive(runner, _mixed(8))
+    after = _run_requests(runner, _make_mixed_requests(8))
     assert any(before[uid].token_ids.tolist() != after[uid].token_ids.tolist() for uid in before)
-    _assert_equal(after, _drive(_slot_runner(model), _mixed(8)))
+    _assert_equal(after, _run_requests(_make_slot_runner(model), _make_mixed_requests(8)))
     assert {version for one in after.values() for version in one.versions.tolist()} == {1}
     runner.clear()
 
@@ -205,24 +205,24 @@ def test_a_layer_that_synchronises_with_the_host_runs_without_a_graph(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     torch._dynamo.reset()
-    model = _model()
-    expected = _drive(_slot_runner(model), _mixed(8))
-    runner = _paged(model, ForwardOptions())
+    model = _make_model()
+    expected = _run_requests(_make_slot_runner(model), _make_mixed_requests(8))
+    runner = _make_paged_runner(model, ForwardOptions())
     module: Any = runner.forward._module
-    module.model.layers[0].mlp.register_forward_hook(_reads)
+    module.model.layers[0].mlp.register_forward_hook(_read_output)
     with caplog.at_level(logging.WARNING):
-        generated = _drive(runner, _mixed(8))
+        generated = _run_requests(runner, _make_mixed_requests(8))
     _assert_equal(generated, expected)
     assert not runner.forward.options.cuda_graphs
     assert "generates more slowly" in caplog.text
     runner.clear()
 
 
-def _reads(_: Any, given: Any, output: torch.Tensor) -> None:
+def _read_output(_: Any, inputs: Any, output: torch.Tensor) -> None:
     assert float(output.flatten()[0]) == float(output.flatten()[0])
 
 
-def _learner_logprobs(module: Any, requests: Sequence[Request], generated: Any) -> Any:
+def _compute_learner_logprobs(module: Any, requests: Sequence[Request], generated: Any) -> Any:
     """The learner's log-probs of each request's tokens, from one packed forward."""
     ids = [np.concatenate([one.token_ids, generated[one.uid].token_ids]) for one in requests]
     layout = PackedLayout.of([len(one) for one in ids], device="cuda", batch_invariant=True)
@@ -235,47 +235,47 @@ def _learner_logprobs(module: Any, requests: Sequence[Request], generated: Any) 
             layout=layout,
         ).last_hidden_state[0]
         ones = torch.ones(len(packed) - 1, device="cuda")
-        scored, _ = token_logprobs(
+        packed_logprobs, _ = token_logprobs(
             hidden[:-1], output_head(module), packed[1:], ones, chunk=64, batch_invariant=True
         )
     actual: dict[SampleId, Any] = {}
     offset = 0
     for one, tokens in zip(requests, ids, strict=True):
-        here = slice(offset + len(one.token_ids) - 1, offset + len(tokens) - 1)
-        actual[one.uid] = scored[here].cpu().numpy()
+        span = slice(offset + len(one.token_ids) - 1, offset + len(tokens) - 1)
+        actual[one.uid] = packed_logprobs[span].cpu().numpy()
         offset += len(tokens)
     return actual
 
 
 def test_in_zero_mismatch_mode_the_learner_computes_the_engines_log_probs() -> None:
-    model = _model(torch.bfloat16)
-    runner = _paged(model, ForwardOptions.zero_mismatch(), stops=StopRules())
-    requests = [_request(n, [1, *range(3, 3 + 2 * n)], max_tokens=30) for n in range(24)]
-    generated = _drive(runner, requests)
+    model = _make_model(torch.bfloat16)
+    runner = _make_paged_runner(model, ForwardOptions.zero_mismatch(), stops=StopRules())
+    requests = [_make_request(n, [1, *range(3, 3 + 2 * n)], max_tokens=30) for n in range(24)]
+    generated = _run_requests(runner, requests)
     runner.clear()
-    learner = _sharing(model, VARLEN)
+    learner = _make_sharing_module(model, VARLEN)
     use_batch_invariant_kernels(learner)
-    actual = _learner_logprobs(learner, requests, generated)
+    actual = _compute_learner_logprobs(learner, requests, generated)
     for one in requests:
-        # The rest are the last bits of a float32 sum of exponentials.
+        # The tolerance covers the rounding of a float32 sum of exponentials.
         np.testing.assert_allclose(actual[one.uid], generated[one.uid].logprobs, atol=1e-5)
 
 
 def test_in_bfloat16_the_direct_decoder_is_as_exact_as_the_modules() -> None:
-    model = _model(torch.bfloat16)
-    requests = [_request(n, [1, *range(3, 3 + 2 * n)], max_tokens=30) for n in range(24)]
+    model = _make_model(torch.bfloat16)
+    requests = [_make_request(n, [1, *range(3, 3 + 2 * n)], max_tokens=30) for n in range(24)]
     generated: list[Any] = []
     for forward in (
         ForwardOptions(),
         ForwardOptions(compile_layers=False, direct_decoder=False),
     ):
-        runner = _paged(model, forward, stops=StopRules())
-        generated.append(_drive(runner, requests))
+        runner = _make_paged_runner(model, forward, stops=StopRules())
+        generated.append(_run_requests(runner, requests))
         runner.clear()
-    learner = _sharing(model.float(), VARLEN)
+    learner = _make_sharing_module(model.float(), VARLEN)
     gaps: list[float] = []
     for one in generated:
-        exact = _learner_logprobs(learner, requests, one)
+        exact = _compute_learner_logprobs(learner, requests, one)
         gaps.append(np.mean([np.abs(exact[uid] - one[uid].logprobs).mean() for uid in exact]))
     assert gaps[1] > 0
     assert gaps[0] < 1.5 * gaps[1]

@@ -1,5 +1,5 @@
-"""The sharded strategy on one GPU, over NCCL: the local one's step, with everything that only a GPU
-has (pinned offload, memory that sleep gives back). Several GPUs are not tested here."""
+"""The sharded strategy on one GPU, over NCCL: its steps equal those of the local strategy, and
+offload and sleep free GPU memory. Several GPUs are not tested here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OPTIONS = [{}, {"recompute": True}, {"offload": True}, {"offload": True, "recomp
 
 
 @pytest.fixture(autouse=True)
-def _end_of_ranks() -> Iterator[None]:
+def _process_group_cleanup() -> Iterator[None]:
     yield
     leave_process_group()
 
@@ -47,27 +47,27 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_mixture(tmp_path_factory.mktemp("mixture"), hidden=64, heads=8, kv_heads=4)
 
 
-def recipe_with(folder: Path, *, dtype: str = "float32", **train: Any) -> Recipe:
+def make_recipe(folder: Path, *, dtype: str = "float32", **train: Any) -> Recipe:
     # eps is large, so that a gradient's last bits are not amplified to full steps by Adam.
     train = {"optimizer": {"lr": 1e-3, "eps": 1e-3}, **train}
     return recipe_of(folder, model={"path": str(folder), "dtype": dtype}, train=train)
 
 
-def sharded(folder: Path, *, dtype: str = "float32", **parallel: Any) -> FsdpStrategy:
-    recipe = recipe_with(folder, dtype=dtype, strategy="fsdp", parallel=parallel)
+def make_sharded(folder: Path, *, dtype: str = "float32", **parallel: Any) -> FsdpStrategy:
+    recipe = make_recipe(folder, dtype=dtype, strategy="fsdp", parallel=parallel)
     return FsdpStrategy(recipe, device="cuda")
 
 
-def loss(inputs: LossInputs) -> Loss:
+def compute_loss(inputs: LossInputs) -> Loss:
     return weighted_loss(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
 
 
 def train(strategy: FsdpStrategy | LocalStrategy, seed: int) -> float:
-    strategy.forward_backward(random_batch(LENGTHS, seed=seed), loss)
+    strategy.forward_backward(random_batch(LENGTHS, seed=seed), compute_loss)
     return strategy.step().grad_norm
 
 
-def allocated() -> int:
+def measure_allocated() -> int:
     gc.collect()
     torch.cuda.synchronize()
     return torch.cuda.memory_allocated()
@@ -79,8 +79,8 @@ def test_three_steps_are_those_of_the_local_strategy(
     request: pytest.FixtureRequest, kind: str, parallel: dict[str, bool]
 ) -> None:
     folder: Path = request.getfixturevalue(kind)
-    local = LocalStrategy(recipe_with(folder), device="cuda")
-    strategy = sharded(folder, **parallel)
+    local = LocalStrategy(make_recipe(folder), device="cuda")
+    strategy = make_sharded(folder, **parallel)
     batch = random_batch(LENGTHS, seed=9)
     for seed in range(3):
         assert train(strategy, seed) == pytest.approx(train(local, seed), rel=1e-4)
@@ -94,34 +94,34 @@ def test_three_steps_are_those_of_the_local_strategy(
 def test_masters_are_float32_where_the_model_computes_in_bfloat16(
     dense: Path, parallel: dict[str, bool]
 ) -> None:
-    strategy, exact = sharded(dense, dtype="bfloat16", **parallel), sharded(dense)
+    strategy, exact = make_sharded(dense, dtype="bfloat16", **parallel), make_sharded(dense)
     assert train(strategy, 0) == pytest.approx(train(exact, 0), rel=0.05)
     assert {master.dtype for master in strategy.optimizer.masters.values()} == {torch.float32}
     assert {value.dtype for _, value in strategy.weights()} == {torch.bfloat16}
 
 
 def test_what_is_offloaded_is_not_on_the_gpu(dense: Path) -> None:
-    empty = allocated()
-    kept = sharded(dense)
-    train(kept, 0)
-    full = allocated() - empty
-    del kept
-    before = allocated()
-    strategy = sharded(dense, offload=True)
+    baseline = measure_allocated()
+    resident = make_sharded(dense)
+    train(resident, 0)
+    resident_bytes = measure_allocated() - baseline
+    del resident
+    before = measure_allocated()
+    strategy = make_sharded(dense, offload=True)
     train(strategy, 0)
     assert all(not value.is_cuda for value in strategy.optimizer.tensors().values())
-    assert allocated() - before < full / 4
+    assert measure_allocated() - before < resident_bytes / 4
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["on the GPU", "offloaded"])
 def test_a_restored_learner_continues_bit_for_bit(
     dense: Path, tmp_path: Path, offload: bool
 ) -> None:
-    first = sharded(dense, offload=offload)
+    first = make_sharded(dense, offload=offload)
     train(first, 0)
     first.save(tmp_path / "state")
     train(first, 1)
-    second = sharded(dense, offload=offload)
+    second = make_sharded(dense, offload=offload)
     train(second, 7)
     second.load(tmp_path / "state")
     train(second, 1)
@@ -130,16 +130,16 @@ def test_a_restored_learner_continues_bit_for_bit(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sleep_frees_the_learner_and_wake_restores_every_bit(dense: Path, dtype: str) -> None:
-    strategy = sharded(dense, dtype=dtype)
+    strategy = make_sharded(dense, dtype=dtype)
     train(strategy, 0)
     weights = fingerprint(strategy.weights())
     state = fingerprint(strategy.optimizer.tensors().items())
-    awake = allocated()
-    held = sum(value.nbytes for value in strategy.optimizer.tensors().values())
+    awake = measure_allocated()
+    held_bytes = sum(value.nbytes for value in strategy.optimizer.tensors().values())
     strategy.sleep()
-    asleep = allocated()
+    asleep = measure_allocated()
     strategy.wake()
-    assert awake - asleep >= 0.9 * held
+    assert awake - asleep >= 0.9 * held_bytes
     assert fingerprint(strategy.weights()) == weights
     assert fingerprint(strategy.optimizer.tensors().items()) == state
     train(strategy, 1)
@@ -147,9 +147,9 @@ def test_sleep_frees_the_learner_and_wake_restores_every_bit(dense: Path, dtype:
 
 @pytest.mark.parametrize("offload", [False, True], ids=["on the GPU", "offloaded"])
 def test_an_export_loads_in_transformers(mixture: Path, tmp_path: Path, offload: bool) -> None:
-    strategy = sharded(mixture, offload=offload)
+    strategy = make_sharded(mixture, offload=offload)
     train(strategy, 0)
     strategy.export(tmp_path / "out")
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    ours = {name: value.cpu() for name, value in strategy.weights()}
-    assert fingerprint(plain.named_parameters()) == fingerprint(ours.items())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    exported = {name: value.cpu() for name, value in strategy.weights()}
+    assert fingerprint(loaded.named_parameters()) == fingerprint(exported.items())

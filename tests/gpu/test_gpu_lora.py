@@ -1,4 +1,4 @@
-"""Adapters on a GPU: an engine over captured graphs draws from the sums that are published."""
+"""LoRA on a GPU: an engine with captured graphs samples from the published merged weights."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("tiny"), hidden=256)
 
 
-def loss(inputs: LossInputs) -> Loss:
+def compute_loss(inputs: LossInputs) -> Loss:
     return weighted_loss(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
 
 
-def workers(recipe: Recipe, *, beside: bool) -> tuple[LearnerWorker, GeneratorWorker]:
-    """A learner and a generator, over its parameters or with a model of its own."""
-    learner = LearnerWorker(LocalStrategy(recipe, device="cuda"), loss, recipe)
+def make_workers(recipe: Recipe, *, beside: bool) -> tuple[LearnerWorker, GeneratorWorker]:
+    """A learner and a generator. The generator shares the learner's parameters if `beside`, else it
+    has its own model."""
+    learner = LearnerWorker(LocalStrategy(recipe, device="cuda"), compute_loss, recipe)
     [device] = parse_devices("0")
     roles: dict[Any, Any] = {"policy": learner} if beside else {}
     context = HostContext(HostSpec(0, device, {"generators": 0}), roles, "cuda", 4)
@@ -70,13 +71,13 @@ async def test_an_engine_samples_from_the_published_summed_weights(
         infer={"slots": 4, "max_length": 64},
         devices={"policy": "0", "generators": "0"},
     )
-    learner, generator = workers(recipe, beside=beside)
+    learner, generator = make_workers(recipe, beside=beside)
     engine = generator.engine
     assert isinstance(engine, NativeEngine)
     sampling = Sampling(temperature=1.0, max_tokens=24)
     try:
         for version in (1, 2):
-            learner.strategy.forward_backward(random_batch([32] * 4, seed=version), loss)
+            learner.strategy.forward_backward(random_batch([32] * 4, seed=version), compute_loss)
             learner.strategy.step()
             addresses = [parameter.data_ptr() for parameter in engine.module.parameters()]
             await publish(learner, generator, version)

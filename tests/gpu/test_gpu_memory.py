@@ -1,4 +1,4 @@
-"""Memory on a GPU: what sleeps is free, what stays keeps its address, predictions hold roughly."""
+"""GPU memory: sleep frees it, kept tensors keep their addresses, and estimates are close."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ LENGTHS = [64] * 8
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """About 60 million parameters: enough that what allocators round up does not matter."""
+    """About 60 million parameters, so that the rounding of allocators does not matter."""
     sizes = {"hidden": 768, "layers": 6, "heads": 12, "kv_heads": 4}
     return save_tiny(tmp_path_factory.mktemp("middle"), **sizes)
 
 
-def learner(folder: Path, *, dtype: str = "bfloat16", **train: Any) -> LocalStrategy:
+def make_learner(folder: Path, *, dtype: str = "bfloat16", **train: Any) -> LocalStrategy:
     model = {"path": str(folder), "dtype": dtype}
     return LocalStrategy(recipe_of(folder, model=model, train=train), device="cuda")
 
 
-def loss(inputs: LossInputs) -> Loss:
+def compute_loss(inputs: LossInputs) -> Loss:
     return weighted_loss(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
 
 
 def step(strategy: LocalStrategy, lengths: list[int] = LENGTHS, seed: int = 0) -> None:
-    strategy.forward_backward(random_batch(lengths, seed=seed), loss)
+    strategy.forward_backward(random_batch(lengths, seed=seed), compute_loss)
     strategy.step()
 
 
-def allocated() -> int:
+def measure_allocated() -> int:
     gc.collect()
     torch.cuda.synchronize()
     return torch.cuda.memory_allocated()
@@ -59,14 +59,14 @@ def allocated() -> int:
 def test_sleep_frees_gradients_too_and_the_step_is_the_same(folder: Path, dtype: str) -> None:
     actual = []
     for sleeps in (False, True):
-        strategy = learner(folder, dtype=dtype)
+        strategy = make_learner(folder, dtype=dtype)
         step(strategy)
-        strategy.forward_backward(random_batch(LENGTHS, seed=1), loss)
+        strategy.forward_backward(random_batch(LENGTHS, seed=1), compute_loss)
         if sleeps:
-            awake = allocated()
-            held = sum(value.nbytes for value in strategy.optimizer.gradients().values())
+            awake = measure_allocated()
+            gradient_bytes = sum(value.nbytes for value in strategy.optimizer.gradients().values())
             strategy.sleep()
-            assert awake - allocated() > held + 8 * sum(
+            assert awake - measure_allocated() > gradient_bytes + 8 * sum(
                 master.numel() for master in strategy.optimizer.masters.values()
             )
             strategy.wake()
@@ -76,7 +76,7 @@ def test_sleep_frees_gradients_too_and_the_step_is_the_same(folder: Path, dtype:
 
 
 def test_the_copies_in_host_memory_are_pinned_and_kept(folder: Path) -> None:
-    strategy = learner(folder)
+    strategy = make_learner(folder)
     step(strategy)
     addresses = []
     for _ in range(2):
@@ -89,31 +89,33 @@ def test_the_copies_in_host_memory_are_pinned_and_kept(folder: Path) -> None:
 
 
 async def test_an_engine_keeps_using_its_graphs_while_the_learner_sleeps(folder: Path) -> None:
-    strategy = learner(folder)
+    strategy = make_learner(folder)
     infer = InferConfig(slots=4, max_length=64)
     engine = NativeEngine.create(
         infer, strategy.model_config, device="cuda", shared=strategy.module, stops=StopRules()
     )
     prompt = torch.arange(4, 12).numpy().astype("int32")
 
-    async def drawn(number: int) -> list[int]:
+    async def generate_tokens(number: int) -> list[int]:
         sampling = Sampling(temperature=0.0, max_tokens=24)
         request = Request(SampleId(number, 0), prompt, sampling, stream=number)
         return (await engine.generate(request)).token_ids.tolist()
 
     try:
         step(strategy)
-        before = await drawn(0)
-        places = [parameter.data_ptr() for parameter in strategy.module.parameters()]
-        awake = allocated()
+        before = await generate_tokens(0)
+        parameter_addresses = [parameter.data_ptr() for parameter in strategy.module.parameters()]
+        awake = measure_allocated()
         strategy.sleep(keep_parameters=True)
-        assert awake - allocated() > 11 * sum(
+        assert awake - measure_allocated() > 11 * sum(
             m.numel() for m in strategy.optimizer.masters.values()
         )
-        assert await drawn(1) == before
+        assert await generate_tokens(1) == before
         strategy.wake()
-        assert [parameter.data_ptr() for parameter in strategy.module.parameters()] == places
-        assert await drawn(2) == before
+        assert [
+            parameter.data_ptr() for parameter in strategy.module.parameters()
+        ] == parameter_addresses
+        assert await generate_tokens(2) == before
     finally:
         await engine.close()
 
@@ -126,12 +128,12 @@ def test_the_peak_of_a_training_step_is_near_what_is_predicted(
     if lora:
         pytest.importorskip("peft")
     lengths = [128] * 32
-    begun = allocated()
-    strategy = learner(folder, dtype=dtype, lora=lora, share_prefix=False)
+    baseline = measure_allocated()
+    strategy = make_learner(folder, dtype=dtype, lora=lora, share_prefix=False)
     step(strategy, lengths)
     torch.cuda.reset_peak_memory_stats()
     step(strategy, lengths, seed=1)
-    seen = torch.cuda.max_memory_allocated() - begun
+    peak = torch.cuda.max_memory_allocated() - baseline
     shape = ModelShape.read(str(folder))
     assert shape is not None
     footprint = trained_footprint(
@@ -142,6 +144,6 @@ def test_the_peak_of_a_training_step_is_near_what_is_predicted(
         lora=strategy.recipe.train.lora,
     )
     print(
-        f"\n{dtype} lora={lora}: predicted {footprint.training / 1e9:.3f} GB, seen {seen / 1e9:.3f}"
+        f"\n{dtype} lora={lora}: predicted {footprint.training / 1e9:.3f} GB, seen {peak / 1e9:.3f}"
     )
-    assert 0.7 < seen / footprint.training < 1.3
+    assert 0.7 < peak / footprint.training < 1.3

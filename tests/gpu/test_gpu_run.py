@@ -18,7 +18,7 @@ ALL_LETTERS = ("rollout.groups_per_step=8", "rollout.group_size=16", "infer.slot
 STEPS = 80
 
 
-def _scores(folder: Path) -> list[float]:
+def _read_scores(folder: Path) -> list[float]:
     lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
     return [row["score/mean"] for row in map(json.loads, lines) if "score/mean" in row]
 
@@ -32,7 +32,7 @@ def test_a_colocated_run_learns_to_say_the_letter(
         overrides=[*COLOCATED, *ALL_LETTERS, f"model.dtype={dtype}"],
     )
     result = run_recipe(loaded)
-    scores = _scores(result.folder)
+    scores = _read_scores(result.folder)
     assert result.step == STEPS
     assert scores[0] < 0.1
     assert sum(scores[-5:]) / 5 > 0.4

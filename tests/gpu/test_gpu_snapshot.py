@@ -1,4 +1,4 @@
-"""Snapshots of a learner on a GPU: its state at the time, bit for bit, awake and asleep."""
+"""Snapshots of a learner on a GPU equal its state bit for bit, awake and asleep."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def learner(tiny_folder: Path) -> LocalStrategy:
 
 
 def train(learner: LocalStrategy, seed: int) -> None:
-    learner.forward_backward(random_batch(LENGTHS, seed=seed), loss)
+    learner.forward_backward(random_batch(LENGTHS, seed=seed), compute_loss)
     learner.step()
 
 
-def loss(inputs: LossInputs) -> Loss:
+def compute_loss(inputs: LossInputs) -> Loss:
     return weighted_loss(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
 
 

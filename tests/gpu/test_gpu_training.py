@@ -32,20 +32,22 @@ DECODERS = {
 LENGTHS, PARENTS = [40, 30, 7, 30, 65], [ROOT, 0, 0, 0, ROOT]
 
 
-def decoder_of(name: str, dtype: torch.dtype) -> Any:
+def make_decoder(name: str, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(DECODERS[name], attn_implementation=VARLEN)
     return model.to("cuda", dtype).eval().base_model
 
 
-def both_ways(name: str, dtype: torch.dtype, layout: PackedLayout) -> list[dict[str, torch.Tensor]]:
-    """Hidden states and gradients: without modules, with them."""
+def compute_both(
+    name: str, dtype: torch.dtype, layout: PackedLayout
+) -> list[dict[str, torch.Tensor]]:
+    """Hidden states and gradients, without and with the decoder's modules."""
     torch.manual_seed(1)
     ids_N = torch.randint(100, (sum(layout.lengths),), device="cuda")
     actual: list[dict[str, torch.Tensor]] = []
-    for plain in (True, False):
-        decoder = decoder_of(name, dtype)
-        if plain:
+    for direct in (True, False):
+        decoder = make_decoder(name, dtype)
+        if direct:
             prepare_decoder(decoder)
             hidden = hidden_states(decoder, ids_N, layout)
         else:
@@ -63,7 +65,7 @@ def both_ways(name: str, dtype: torch.dtype, layout: PackedLayout) -> list[dict[
     return actual
 
 
-def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+def relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:
     one, other = one.double(), other.double()
     return ((one - other).norm() / other.norm()).item()
 
@@ -71,17 +73,17 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 @pytest.mark.parametrize("name", DECODERS)
 def test_hidden_states_and_gradients_are_those_of_the_modules(name: str) -> None:
     layout = PackedLayout.of(LENGTHS, parents=PARENTS, device="cuda")
-    plain, modules = both_ways(name, torch.float32, layout)
+    direct, modules = compute_both(name, torch.float32, layout)
     for part, expected in modules.items():
-        assert difference(plain[part], expected) < 1e-4, part
+        assert relative_difference(direct[part], expected) < 1e-4, part
 
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_in_bfloat16_they_are_equal_up_to_its_rounding(name: str) -> None:
     layout = PackedLayout.of(LENGTHS, parents=PARENTS, device="cuda")
-    plain, modules = both_ways(name, torch.bfloat16, layout)
+    direct, modules = compute_both(name, torch.bfloat16, layout)
     for part, expected in modules.items():
-        assert difference(plain[part], expected) < 0.03, part
+        assert relative_difference(direct[part], expected) < 0.03, part
 
 
 @pytest.mark.parametrize("window", [None, 16])
@@ -89,8 +91,8 @@ def test_one_kernel_for_all_segments_gives_what_one_for_each_run_gives(window: i
     assert ragged_kernel() is not None, "this torch has no kernel for many lengths"
     layout = PackedLayout.of(LENGTHS, parents=PARENTS, device="cuda")
     torch.manual_seed(0)
-    drawn = [torch.randn(1, heads, sum(layout.lengths), 64, device="cuda") for heads in (4, 2, 2)]
-    half = [one.to(torch.bfloat16).requires_grad_() for one in drawn]
+    tensors = [torch.randn(1, heads, sum(layout.lengths), 64, device="cuda") for heads in (4, 2, 2)]
+    half = [one.to(torch.bfloat16).requires_grad_() for one in tensors]
     wide = [one.detach().float().requires_grad_() for one in half]
     at_once, _ = attention.varlen_attention(
         torch.nn.Identity(), *half, None, layout=layout, scaling=0.125, sliding_window=window
@@ -98,9 +100,9 @@ def test_one_kernel_for_all_segments_gives_what_one_for_each_run_gives(window: i
     by_run, _ = attention.varlen_attention(
         torch.nn.Identity(), *wide, None, layout=layout, scaling=0.125, sliding_window=window
     )
-    assert difference(at_once, by_run) < 0.01
+    assert relative_difference(at_once, by_run) < 0.01
     weights = torch.randn_like(by_run)
     gradients = torch.autograd.grad((at_once.float() * weights).sum(), half)
     expected = torch.autograd.grad((by_run * weights).sum(), wide)
     for one, other in zip(gradients, expected, strict=True):
-        assert difference(one, other) < 0.01
+        assert relative_difference(one, other) < 0.01

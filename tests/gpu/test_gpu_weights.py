@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollick.errors import WeightError
-from rollick.models.loading import fingerprint as module
+from rollick.models.loading import fingerprint as fingerprint_module
 from rollick.models.loading.fingerprint import PIECE_BYTES, ROW_BYTES, SMALL_BYTES, fingerprint
 from rollick.types import Fingerprint, PolicyVersion
 from rollick.weights.channels.base import PublishOutcome
@@ -63,8 +63,8 @@ def test_the_kernel_and_plain_torch_give_the_fingerprint_of_the_cpu(
     # A view at an odd address.
     on_gpu[-1] = (on_gpu[-1][0], on_gpu[len(SIZES) - 1][1][1:])
     actual = set[Fingerprint]()
-    for least in (1, 1 << 60):
-        monkeypatch.setattr(module, "KERNEL_BYTES", least)
+    for threshold in (1, 1 << 60):
+        monkeypatch.setattr(fingerprint_module, "KERNEL_BYTES", threshold)
         actual.add(fingerprint(on_gpu))
     assert actual == {fingerprint(pairs)}
 
@@ -72,7 +72,7 @@ def test_the_kernel_and_plain_torch_give_the_fingerprint_of_the_cpu(
 @pytest.mark.parametrize("place", [0, 100_000_000, 2 * (64 << 20) - 1])
 def test_one_flipped_bit_of_large_weights_changes_the_fingerprint(place: int) -> None:
     data = torch.randint(0, 256, (2 * (64 << 20),), dtype=torch.uint8, device="cuda")
-    assert data.numel() >= module.KERNEL_BYTES
+    assert data.numel() >= fingerprint_module.KERNEL_BYTES
     before = fingerprint([("a", data)])
     data[place] ^= 4
     assert fingerprint([("a", data)]) != before
@@ -99,8 +99,8 @@ def test_another_process_maps_the_parameters_and_sees_each_version() -> None:
             child.stdin.flush()
             assert pickle.load(child.stdout) == fingerprint(pairs)
             sender.release(PublishOutcome(True))
-        wrong = replace(manifest, fingerprint=Fingerprint("0" * 32))
-        pickle.dump(wrong, child.stdin)
+        wrong_manifest = replace(manifest, fingerprint=Fingerprint("0" * 32))
+        pickle.dump(wrong_manifest, child.stdin)
         child.stdin.flush()
         assert isinstance(pickle.load(child.stdout), WeightError)
     finally:

@@ -1,4 +1,4 @@
-"""The CPU decoder against the modules' own forwards; unsupported decoders use the latter."""
+"""The CPU decoder equals the modules' own forward, which unsupported decoders use."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-PLAIN = (
+SUPPORTED = (
     LlamaConfig(**SIZES),
     LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
     MistralConfig(**SIZES, sliding_window=3),
@@ -47,23 +47,23 @@ PLAIN = (
 )
 
 
-def _module(config: Any) -> nn.Module:
+def _make_module(config: Any) -> nn.Module:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            # Biases and norms begin as zeros and ones, which would hide that they are forgotten.
+            # Biases and norms start as zeros and ones, which would hide that one is ignored.
             parameter.add_(torch.randn_like(parameter), alpha=0.3)
     module = empty_model(model.config, attention=CACHED)
     share_parameters(module, model)
     return module
 
 
-def _logits(config: Any, *, direct: bool) -> torch.Tensor:
-    """After a prefill of two prompts and two decodes."""
+def _compute_logits(config: Any, *, direct: bool) -> torch.Tensor:
+    """The logits of two decode steps after a prefill of two prompts."""
     cache = SlotCache()
     cache.reserve(slots=2, length=16)
-    forward = BatchedForward(_module(config), cache, device="cpu")
+    forward = BatchedForward(_make_module(config), cache, device="cpu")
     assert forward._decoder is not None
     if not direct:
         forward._decoder = None
@@ -72,10 +72,12 @@ def _logits(config: Any, *, direct: bool) -> torch.Tensor:
     return torch.stack((first, forward.decode(np.array([12, 13]), np.array([6, 3]))))
 
 
-@pytest.mark.parametrize("config", PLAIN, ids=lambda c: c.model_type)
+@pytest.mark.parametrize("config", SUPPORTED, ids=lambda c: c.model_type)
 @torch.inference_mode()
 def test_the_cpu_decoder_computes_the_logits_of_the_modules_own_forward(config):
-    torch.testing.assert_close(_logits(config, direct=True), _logits(config, direct=False))
+    torch.testing.assert_close(
+        _compute_logits(config, direct=True), _compute_logits(config, direct=False)
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,13 +90,13 @@ def test_the_cpu_decoder_computes_the_logits_of_the_modules_own_forward(config):
     ids=["gemma3", "mixtral", "another activation"],
 )
 def test_unsupported_decoders_run_their_own_forward(config):
-    module = _module(config)
+    module = _make_module(config)
     pack_linears(module)
     assert cpu_decoder(module) is None
 
 
 def test_a_modified_decoder_runs_its_own_forward():
-    hooked, replaced, unpacked = (_module(PLAIN[0]) for _ in range(3))
+    hooked, replaced, unpacked = (_make_module(SUPPORTED[0]) for _ in range(3))
     for module in (hooked, replaced):
         pack_linears(module)
         assert cpu_decoder(module) is not None
@@ -102,4 +104,4 @@ def test_a_modified_decoder_runs_its_own_forward():
     hooked_layers.layers[1].register_forward_hook(lambda *_: None)
     replaced_layers: Any = replaced.base_model
     replaced_layers.layers[0].mlp.up_proj = nn.Linear(32, 64)
-    assert [cpu_decoder(one) for one in (hooked, replaced, unpacked)] == [None] * 3
+    assert [cpu_decoder(changed) for changed in (hooked, replaced, unpacked)] == [None] * 3

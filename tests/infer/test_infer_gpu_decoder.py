@@ -1,4 +1,4 @@
-"""The paged decoder without modules: kernels against references, and these against modules."""
+"""The paged decoder without modules: its kernels against references, its tokens against modules."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ DECODERS: dict[str, Any] = {
     "qwen3": Qwen3Config(**SIZES, head_dim=16),
 }
 REFERENCE = ForwardOptions(cuda_graphs=False, compile_layers=False, triton_kernels=False)
-THROUGH_MODULES = ForwardOptions(
+MODULES_ONLY = ForwardOptions(
     cuda_graphs=False, compile_layers=False, triton_kernels=False, direct_decoder=False
 )
 LENGTHS = [1, 2, 33, 64, 70]
@@ -85,7 +85,7 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-def _model(config: Any) -> Any:
+def _make_model(config: Any) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -100,7 +100,7 @@ def _model(config: Any) -> Any:
     return model
 
 
-def _runner(model: Any, options: ForwardOptions) -> PagedRunner:
+def _make_runner(model: Any, options: ForwardOptions) -> PagedRunner:
     module = empty_model(model.config, attention=CACHED)
     share_parameters(module, model)
     return PagedRunner(
@@ -112,8 +112,8 @@ def _runner(model: Any, options: ForwardOptions) -> PagedRunner:
     )
 
 
-def _requests(count: int = 12) -> list[Request]:
-    """Groups of three with prompts of 1 to 34 tokens, longer than a step's budget at the end."""
+def _make_requests(count: int = 12) -> list[Request]:
+    """Groups of three with prompts of 1 to 34 tokens. The last exceed a step's prefill budget."""
     return [
         Request(
             SampleId(0, n),
@@ -125,13 +125,13 @@ def _requests(count: int = 12) -> list[Request]:
     ]
 
 
-def _drive(runner: PagedRunner, requests: Sequence[Request]) -> dict[SampleId, Completion]:
+def _run_requests(runner: PagedRunner, requests: Sequence[Request]) -> dict[SampleId, Completion]:
     for request in requests:
         runner.queue.submit(EngineRequest(request))
-    done: dict[SampleId, Completion] = {}
+    completions: dict[SampleId, Completion] = {}
     while runner.has_work:
-        done |= {job.request.uid: completion for job, completion in runner.step()}
-    return done
+        completions |= {job.request.uid: completion for job, completion in runner.step()}
+    return completions
 
 
 def _is_direct(runner: PagedRunner) -> bool:
@@ -140,9 +140,12 @@ def _is_direct(runner: PagedRunner) -> bool:
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_the_paged_decoder_samples_the_tokens_of_the_modules(name: str):
-    model = _model(DECODERS[name])
-    direct, modules = _runner(model, REFERENCE), _runner(model, THROUGH_MODULES)
-    actual, expected = _drive(direct, _requests()), _drive(modules, _requests())
+    model = _make_model(DECODERS[name])
+    direct, modules = _make_runner(model, REFERENCE), _make_runner(model, MODULES_ONLY)
+    actual, expected = (
+        _run_requests(direct, _make_requests()),
+        _run_requests(modules, _make_requests()),
+    )
     assert _is_direct(direct)
     assert not _is_direct(modules)
     assert actual.keys() == expected.keys()
@@ -152,35 +155,35 @@ def test_the_paged_decoder_samples_the_tokens_of_the_modules(name: str):
 
 
 def test_bfloat16_hidden_states_are_bit_equal_to_those_of_the_modules():
-    model = _model(DECODERS["qwen3"]).to(torch.bfloat16)
+    model = _make_model(DECODERS["qwen3"]).to(torch.bfloat16)
     fuse_storage(model)
-    requests = _requests(6)
-    actual = _drive(_runner(model, REFERENCE), requests)
-    modules = _runner(model, THROUGH_MODULES)
-    for uid, one in _drive(modules, requests).items():
+    requests = _make_requests(6)
+    actual = _run_requests(_make_runner(model, REFERENCE), requests)
+    modules = _make_runner(model, MODULES_ONLY)
+    for uid, one in _run_requests(modules, requests).items():
         assert actual[uid].token_ids.tolist() == one.token_ids.tolist()
         assert actual[uid].logprobs.tolist() == one.logprobs.tolist()
 
 
-def _hooked(model: Any) -> Any:
+def _add_hook(model: Any) -> Any:
     model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
     return model
 
 
-class _Doubled(torch.nn.Linear):
-    """A layer that replaces the model's own."""
+class _CustomLinear(torch.nn.Linear):
+    """A layer class that the decoder does not know."""
 
 
-def _exchanged(model: Any) -> Any:
-    model.model.layers[0].self_attn.o_proj.__class__ = _Doubled
+def _replace_layer(model: Any) -> Any:
+    model.model.layers[0].self_attn.o_proj.__class__ = _CustomLinear
     return model
 
 
 @pytest.mark.parametrize(
     ("config", "change"),
     [
-        (LLAMA, _hooked),
-        (LLAMA, _exchanged),
+        (LLAMA, _add_hook),
+        (LLAMA, _replace_layer),
         (
             LlamaConfig(
                 **SIZES,
@@ -202,30 +205,30 @@ def _exchanged(model: Any) -> Any:
     ids=["hooked", "exchanged", "turned by length", "another activation", "another decoder"],
 )
 def test_unsupported_decoders_run_through_their_modules(config: Any, change: Any):
-    model = _model(config)
-    runner = _runner(model, REFERENCE)
+    model = _make_model(config)
+    runner = _make_runner(model, REFERENCE)
     if change is not None:
         change(runner.forward._module)  # pyright: ignore[reportPrivateUsage]
-    assert len(_drive(runner, _requests(3))) == 3
+    assert len(_run_requests(runner, _make_requests(3))) == 3
     assert not _is_direct(runner)
 
 
 def test_weights_that_are_not_adjacent_in_memory_run_through_their_modules():
     torch.manual_seed(0)
-    runner = _runner(AutoModelForCausalLM.from_config(LLAMA).eval(), REFERENCE)
-    runner.queue.submit(EngineRequest(_requests(1)[0]))
+    runner = _make_runner(AutoModelForCausalLM.from_config(LLAMA).eval(), REFERENCE)
+    runner.queue.submit(EngineRequest(_make_requests(1)[0]))
     runner.step()
     assert not _is_direct(runner)
 
 
-def _random(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def _draw_normal(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape).to(device=device, dtype=dtype)
 
 
-def _assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
+def _assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Triton's interpreter truncates to bfloat16 where a GPU rounds."""
-    near = 1e-5 if actual.dtype is torch.float32 else 2**-6
-    torch.testing.assert_close(actual, expected, rtol=near, atol=near)
+    tolerance = 1e-5 if actual.dtype is torch.float32 else 2**-6
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -234,17 +237,17 @@ def test_the_norm_kernel_embeds_adds_and_scales(kernel_device: str, width: int, 
     from rollick.models.decoder.layer_kernels import launch_add_norm, launch_embed_norm
 
     torch.manual_seed(0)
-    table = _random(11, width, device=kernel_device, dtype=dtype)
-    weight = _random(width, device=kernel_device, dtype=dtype)
+    table = _draw_normal(11, width, device=kernel_device, dtype=dtype)
+    weight = _draw_normal(width, device=kernel_device, dtype=dtype)
     tokens = torch.tensor([3, 0, 10, 3], device=kernel_device)
     residual, normed = launch_embed_norm(tokens, table, weight, eps=1e-5)
     assert torch.equal(residual, table[tokens])
-    _assert_near(normed, reference_rms_norm(table[tokens], weight, 1e-5))
-    change = _random(4, width, device=kernel_device, dtype=dtype)
+    _assert_close(normed, reference_rms_norm(table[tokens], weight, 1e-5))
+    change = _draw_normal(4, width, device=kernel_device, dtype=dtype)
     expected = residual + change
     normed = launch_add_norm(residual, change, weight, eps=1e-5)
-    _assert_near(residual, expected)
-    _assert_near(normed, reference_rms_norm(expected, weight, 1e-5))
+    _assert_close(residual, expected)
+    _assert_close(normed, reference_rms_norm(expected, weight, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -254,9 +257,9 @@ def test_the_gate_kernel_multiplies_up_by_the_activated_gate(
     from rollick.models.decoder.layer_kernels import launch_gate
 
     torch.manual_seed(0)
-    both = _random(3, 2 * 1030, device=kernel_device, dtype=dtype)
-    gate, up = both.chunk(2, dim=-1)
-    _assert_near(launch_gate(both), silu(gate) * up)
+    gate_and_up = _draw_normal(3, 2 * 1030, device=kernel_device, dtype=dtype)
+    gate, up = gate_and_up.chunk(2, dim=-1)
+    _assert_close(launch_gate(gate_and_up), silu(gate) * up)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 70])
@@ -265,19 +268,19 @@ def test_the_gated_product_equals_product_then_gate(kernel_device: str, rows: in
     from rollick.models.decoder.layer_kernels import launch_gated_product
 
     torch.manual_seed(0)
-    x = _random(rows, inputs, device=kernel_device)
-    weight = _random(2 * 44, inputs, device=kernel_device)
+    x = _draw_normal(rows, inputs, device=kernel_device)
+    weight = _draw_normal(2 * 44, inputs, device=kernel_device)
     gate, up = (x @ weight.t()).chunk(2, dim=-1)
     expected = silu(gate) * up
     torch.testing.assert_close(launch_gated_product(x, weight), expected, rtol=1e-4, atol=1e-4)
 
 
-def _packed(tokens: int, *, normed: bool, window: int, device: str) -> FusedQkv:
+def _make_qkv(tokens: int, *, normed: bool, window: int, device: str) -> FusedQkv:
     heads, kv_heads, dim = 3, 1, 24
     torch.manual_seed(1)
     angle = torch.rand(128, dim, device=device)
     return FusedQkv(
-        _random(tokens, (heads + 2 * kv_heads) * dim, device=device),
+        _draw_normal(tokens, (heads + 2 * kv_heads) * dim, device=device),
         heads,
         kv_heads,
         angle.cos(),
@@ -289,10 +292,10 @@ def _packed(tokens: int, *, normed: bool, window: int, device: str) -> FusedQkv:
     )
 
 
-def _cache(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _make_cache(device: str) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     table = (torch.randperm(15) + 1).view(5, 3).int().to(device)
-    return table, _random(2, 16, 1, PAGE, 24, device=device)
+    return table, _draw_normal(2, 16, 1, PAGE, 24, device=device)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -301,24 +304,24 @@ def _cache(device: str) -> tuple[torch.Tensor, torch.Tensor]:
 def test_the_decode_kernel_rotates_queries_and_stored_keys_by_position(
     kernel_device: str, window: int, normed: bool, splits: int
 ):
-    table, cache = _cache(kernel_device)
-    given = _packed(5, normed=normed, window=window, device=kernel_device)
+    table, cache = _make_cache(kernel_device)
+    qkv = _make_qkv(5, normed=normed, window=window, device=kernel_device)
     length, expected = torch.tensor(LENGTHS, device=kernel_device), cache.clone()
     step = PagedDecode(table, length, splits=splits)
-    actual = step.attend_fused(given, (cache[0], cache[1]))
+    actual = step.attend_fused(qkv, (cache[0], cache[1]))
     reference = PagedDecode(table, length, kernels=False)
-    expected_output = reference.attend_fused(given, (expected[0], expected[1]))
+    expected_output = reference.attend_fused(qkv, (expected[0], expected[1]))
     torch.testing.assert_close(actual, expected_output, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(cache, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_an_unused_row_is_computed_and_stores_nothing(kernel_device: str):
-    table, cache = _cache(kernel_device)
-    given = _packed(5, normed=False, window=NO_WINDOW, device=kernel_device)
+    table, cache = _make_cache(kernel_device)
+    qkv = _make_qkv(5, normed=False, window=NO_WINDOW, device=kernel_device)
     before = cache.clone()
     length = torch.zeros(5, dtype=torch.int64, device=kernel_device)
-    PagedDecode(table, length).attend_fused(given, (cache[0], cache[1]))
+    PagedDecode(table, length).attend_fused(qkv, (cache[0], cache[1]))
     assert torch.equal(cache, before)
 
 
@@ -329,9 +332,9 @@ def test_the_prefill_rotates_and_stores_chunks_of_several_sequences(
 ):
     from rollick.models.attention.paged_kernels import prefill_queries
 
-    table, cache = _cache(kernel_device)
+    table, cache = _make_cache(kernel_device)
     spans = [(0, 5), (40, 64), (3, 69)]
-    given = _packed(5 + 24 + 66, normed=normed, window=window, device=kernel_device)
+    qkv = _make_qkv(5 + 24 + 66, normed=normed, window=window, device=kernel_device)
     actual: list[torch.Tensor] = []
     caches = cache, cache.clone()
     for kernels, one in zip((True, False), caches, strict=True):
@@ -342,6 +345,6 @@ def test_the_prefill_rotates_and_stores_chunks_of_several_sequences(
             device=kernel_device,
             kernels=kernels,
         )
-        actual.append(step.attend_fused(given, (one[0], one[1])))
+        actual.append(step.attend_fused(qkv, (one[0], one[1])))
     torch.testing.assert_close(actual[0], actual[1], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(caches[0], caches[1], rtol=1e-6, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Sampling on the device: the kernels against the CPU's sampler."""
+"""Sampling on the device: the kernels against the CPU sampler."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:Deprecati
 ROWS = 12
 
 
-def _rows(*, device: str = "cpu") -> DeviceState:
-    """Rows with all kinds of parameters, some of them ended, some about to end."""
+def _make_rows(*, device: str = "cpu") -> DeviceState:
+    """Rows with all kinds of parameters. Some have ended, others are about to end."""
     rows = DeviceState.empty(rows=ROWS, pages=1, stop_ids=[5, 7], device=device)
-    every = torch.arange(ROWS, device=device)
-    rows.state[StateField.LENGTH] = 10 + every
+    index_R = torch.arange(ROWS, device=device)
+    rows.state[StateField.LENGTH] = 10 + index_R
     rows.state[StateField.PROMPT] = 5
     rows.state[StateField.LIMIT] = 20
-    rows.state[StateField.STREAM] = every * 7919 - 5
-    rows.state[StateField.ACTIVE] = (every % 5 != 4).long()
+    rows.state[StateField.STREAM] = index_R * 7919 - 5
+    rows.state[StateField.ACTIVE] = (index_R % 5 != 4).long()
     rows.state[StateField.TOP_K] = torch.tensor([0, 1, 20, 50, 200, 0]).repeat(2)
     rows.sampling[SamplingField.TEMPERATURE] = torch.tensor([0.0, 0.7, 1.0, 1.3]).repeat(3)
     rows.sampling[SamplingField.TOP_P] = torch.tensor([0.9, 1.0, 0.3]).repeat(4)
@@ -37,7 +37,7 @@ def _rows(*, device: str = "cpu") -> DeviceState:
     return rows
 
 
-def _logits(vocabulary: int, *, device: str = "cpu") -> torch.Tensor:
+def _make_logits(vocabulary: int, *, device: str = "cpu") -> torch.Tensor:
     torch.manual_seed(0)
     logits_RV = torch.randn(ROWS, vocabulary) * 4
     logits_RV[:, 3] = float("-inf")
@@ -46,19 +46,19 @@ def _logits(vocabulary: int, *, device: str = "cpu") -> torch.Tensor:
 
 @pytest.mark.parametrize("truncate", [False, True])
 def test_without_kernels_the_cpu_sampler_decides(truncate: bool):
-    rows, logits_RV = _rows(), _logits(500)
+    rows, logits_RV = _make_rows(), _make_logits(500)
     state = rows.state.clone()
     sample_on_device(logits_RV, rows, truncate=truncate, kernels=False)
-    nothing = np.zeros(ROWS)
+    zeros_R = np.zeros(ROWS)
     metadata = SamplingMetadata(
         rows.sampling[SamplingField.TEMPERATURE].double().numpy(),
-        state[StateField.TOP_K].numpy() if truncate else nothing.astype(np.int64),
-        rows.sampling[SamplingField.TOP_P].double().numpy() if truncate else nothing + 1,
-        rows.sampling[SamplingField.MIN_P].double().numpy() if truncate else nothing,
+        state[StateField.TOP_K].numpy() if truncate else zeros_R.astype(np.int64),
+        rows.sampling[SamplingField.TOP_P].double().numpy() if truncate else zeros_R + 1,
+        rows.sampling[SamplingField.MIN_P].double().numpy() if truncate else zeros_R,
     )
     stream = state[StateField.STREAM].numpy().view(np.uint64)
-    before = (state[StateField.LENGTH] - state[StateField.PROMPT]).numpy()
-    expected = sample(logits_RV, metadata, uniform_R=uniforms(stream, before))
+    position_R = (state[StateField.LENGTH] - state[StateField.PROMPT]).numpy()
+    expected = sample(logits_RV, metadata, uniform_R=uniforms(stream, position_R))
     assert rows.sampled[0].tolist() == expected.tokens_R.tolist()
     np.testing.assert_allclose(rows.logprobs.numpy(), expected.logprobs_R, atol=1e-5)
 
@@ -77,14 +77,14 @@ def test_a_row_advances_until_it_stops_or_reaches_its_limit():
     assert rows.state[StateField.TOKEN].tolist() == [1, 1, 2, 0]
 
 
-def _floors(logits_RV: torch.Tensor, rows: DeviceState) -> torch.Tensor:
+def _compute_floors(logits_RV: torch.Tensor, rows: DeviceState) -> torch.Tensor:
     from rollick.infer.native.gpu.sampling_kernels import launch_logit_floors
 
     top_k_R = rows.state[StateField.TOP_K]
     return launch_logit_floors(logits_RV, top_k=top_k_R, sampling=rows.sampling)
 
 
-def _expected_floors(logits_RV: torch.Tensor, rows: DeviceState) -> torch.Tensor:
+def _compute_expected_floors(logits_RV: torch.Tensor, rows: DeviceState) -> torch.Tensor:
     count, vocabulary = logits_RV.shape
     temperature_R1 = rows.sampling[SamplingField.TEMPERATURE, :count, None].double()
     greedy_R1 = temperature_R1 == 0
@@ -111,21 +111,24 @@ def test_floors_of_a_distribution_that_can_be_checked_by_hand(kernel_device: str
     rows.sampling[SamplingField.TOP_P] = torch.tensor([0.65, 1.0, 1.0, 0.65])
     rows.sampling[SamplingField.MIN_P] = torch.tensor([0.0, 0.0, 0.4, 0.0])
     rows.state[StateField.TOP_K] = torch.tensor([0, 3, 0, 2])
-    shares = torch.tensor([0.1, 0.4, 0.2, 0.3], device=kernel_device)
-    logits_RV = shares.log().repeat(4, 1)
-    # 0.4 + 0.3 pass 0.65; the best three; at least 0.4 of 0.4; 0.4 is 0.57 of 0.4 and 0.3.
-    expected = shares[[3, 2, 2, 3]].log()
-    torch.testing.assert_close(_expected_floors(logits_RV, rows), expected)
+    probs = torch.tensor([0.1, 0.4, 0.2, 0.3], device=kernel_device)
+    logits_RV = probs.log().repeat(4, 1)
+    # Row by row: 0.4 + 0.3 exceed 0.65; the best three; at least 0.4 * 0.4; 0.4 is 0.57 of 0.7.
+    expected = probs[[3, 2, 2, 3]].log()
+    torch.testing.assert_close(_compute_expected_floors(logits_RV, rows), expected)
     kept, expected_kept = (
-        logits_RV >= floor[:, None] for floor in (_floors(logits_RV, rows), expected)
+        logits_RV >= floor[:, None] for floor in (_compute_floors(logits_RV, rows), expected)
     )
     assert torch.equal(kept, expected_kept)
 
 
 @pytest.mark.parametrize("vocabulary", [100, 5000])
 def test_the_kernels_keep_the_tokens_of_the_reference_floors(kernel_device: str, vocabulary: int):
-    rows, logits_RV = _rows(device=kernel_device), _logits(vocabulary, device=kernel_device)
-    actual, expected = _floors(logits_RV, rows), _expected_floors(logits_RV, rows)
+    rows, logits_RV = (
+        _make_rows(device=kernel_device),
+        _make_logits(vocabulary, device=kernel_device),
+    )
+    actual, expected = _compute_floors(logits_RV, rows), _compute_expected_floors(logits_RV, rows)
     greedy_R = rows.sampling[SamplingField.TEMPERATURE] == 0
     for row in range(ROWS):
         kept, expected_kept = (logits_RV[row] >= floor[row] for floor in (actual, expected))
@@ -138,8 +141,8 @@ def test_the_kernels_keep_the_tokens_of_the_reference_floors(kernel_device: str,
 def test_the_kernels_sample_the_tokens_of_the_reference(
     kernel_device: str, vocabulary: int, truncate: bool
 ):
-    actual, expected = _rows(device=kernel_device), _rows(device=kernel_device)
-    logits_RV = _logits(vocabulary, device=kernel_device)
+    actual, expected = _make_rows(device=kernel_device), _make_rows(device=kernel_device)
+    logits_RV = _make_logits(vocabulary, device=kernel_device)
     sample_on_device(logits_RV, actual, truncate=truncate, kernels=True)
     sample_on_device(logits_RV, expected, truncate=truncate, kernels=False)
     assert actual.sampled[0].tolist() == expected.sampled[0].tolist()

@@ -56,7 +56,7 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-def _model(config: Any = LLAMA) -> Any:
+def _make_model(config: Any = LLAMA) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -72,31 +72,33 @@ def _module(model: Any) -> Any:
     return module
 
 
-def _infer(**options: Any) -> InferConfig:
+def _make_config(**options: Any) -> InferConfig:
     return InferConfig(**{"slots": 8, "max_length": 128, **options})
 
 
-def _paged(model: Any, *, stops: StopRules | None = None, **options: Any) -> PagedRunner:
+def _make_paged_runner(
+    model: Any, *, stops: StopRules | None = None, **options: Any
+) -> PagedRunner:
     return PagedRunner(
         _module(model),
-        _infer(**options),
+        _make_config(**options),
         device="cpu",
         stops=stops or StopRules(),
         options=REFERENCE,
     )
 
 
-def _slot_runner(model: Any, *, stops: StopRules | None = None, **options: Any) -> SlotRunner:
+def _make_slot_runner(model: Any, *, stops: StopRules | None = None, **options: Any) -> SlotRunner:
     return SlotRunner(
         _module(model),
-        _infer(**options),
+        _make_config(**options),
         device="cpu",
         deterministic=False,
         stops=stops or StopRules(),
     )
 
 
-def _request(number: int, ids: Sequence[int], *, session: str | None = None, **sampling: Any):
+def _make_request(number: int, ids: Sequence[int], *, session: str | None = None, **sampling: Any):
     return Request(
         SampleId(0, number),
         frozen_array(ids, np.int32),
@@ -106,10 +108,10 @@ def _request(number: int, ids: Sequence[int], *, session: str | None = None, **s
     )
 
 
-def _mixed(count: int = 20) -> list[Request]:
-    """Groups of four with prompts of 1 to 45 tokens, all lengths, greedy and sampled."""
+def _make_mixed_requests(count: int = 20) -> list[Request]:
+    """Groups of four with prompts of 1 to 45 tokens and all output lengths, greedy and sampled."""
     return [
-        _request(
+        _make_request(
             n,
             [1, *((np.arange(11 * (n // 4)) * 7 + n // 4) % 30 + 2).tolist()],
             max_tokens=5 + (n * 13) % 50,
@@ -119,14 +121,14 @@ def _mixed(count: int = 20) -> list[Request]:
     ]
 
 
-def _drive(runner: Any, requests: Sequence[Request]) -> dict[SampleId, Completion]:
+def _run_requests(runner: Any, requests: Sequence[Request]) -> dict[SampleId, Completion]:
     for request in requests:
         runner.queue.submit(EngineRequest(request))
-    done: dict[SampleId, Completion] = {}
+    completions: dict[SampleId, Completion] = {}
     for _ in range(2000):
         if not runner.has_work:
-            return done
-        done |= {job.request.uid: completion for job, completion in runner.step()}
+            return completions
+        completions |= {job.request.uid: completion for job, completion in runner.step()}
     raise AssertionError("the runner does not finish")
 
 
@@ -143,32 +145,36 @@ def _assert_equal(
 
 @pytest.mark.parametrize("config", [LLAMA, GEMMA3], ids=["llama", "gemma3, window of 6"])
 def test_tokens_are_those_of_the_slot_runner(config: Any):
-    model, stops = _model(config), StopRules((2, 7))
-    expected = _drive(_slot_runner(model, stops=stops), _mixed())
+    model, stops = _make_model(config), StopRules((2, 7))
+    expected = _run_requests(_make_slot_runner(model, stops=stops), _make_mixed_requests())
     assert {one.stop for one in expected.values()} == {StopReason.STOP, StopReason.LENGTH}
-    _assert_equal(_drive(_paged(model, stops=stops), _mixed()), expected)
+    _assert_equal(
+        _run_requests(_make_paged_runner(model, stops=stops), _make_mixed_requests()), expected
+    )
 
 
 def test_prompts_longer_than_a_steps_budget_are_computed_in_chunks():
-    model = _model()
-    expected = _drive(_slot_runner(model), _mixed())
-    _assert_equal(_drive(_paged(model, prefill_tokens=7), _mixed()), expected)
+    model = _make_model()
+    expected = _run_requests(_make_slot_runner(model), _make_mixed_requests())
+    _assert_equal(
+        _run_requests(_make_paged_runner(model, prefill_tokens=7), _make_mixed_requests()), expected
+    )
 
 
 def test_fused_products_give_the_same_tokens():
-    model = _model()
-    expected = _drive(_paged(model), _mixed())
+    model = _make_model()
+    expected = _run_requests(_make_paged_runner(model), _make_mixed_requests())
     fuse_storage(model)
-    runner = _paged(model)
-    _assert_equal(_drive(runner, _mixed()), expected)
+    runner = _make_paged_runner(model)
+    _assert_equal(_run_requests(runner, _make_mixed_requests()), expected)
     layers = runner.forward._module.modules()  # pyright: ignore[reportPrivateUsage]
     assert sum(type(layer) is FusedLinear for layer in layers) == 2 * 5
 
 
 def test_a_group_computes_its_prompt_once():
-    runner = _paged(_model())
+    runner = _make_paged_runner(_make_model())
     prompt = [1, *range(3, 30), *range(3, 20)]
-    _drive(runner, [_request(n, prompt) for n in range(8)])
+    _run_requests(runner, [_make_request(n, prompt) for n in range(8)])
     assert runner.stats.prefilled_tokens == len(prompt) - 1
 
 
@@ -185,21 +191,24 @@ def test_a_group_computes_its_prompt_once():
     ids=str,
 )
 def test_sampling_parameters_act_as_in_the_slot_runner(sampling: dict[str, Any]):
-    model, stops = _model(), StopRules((2, 7))
-    requests = [_request(n, [1, 5 + n], max_tokens=20, **sampling) for n in range(6)]
-    expected = _drive(_slot_runner(model, stops=stops), requests)
-    _assert_equal(_drive(_paged(model, stops=stops), requests), expected)
+    model, stops = _make_model(), StopRules((2, 7))
+    requests = [_make_request(n, [1, 5 + n], max_tokens=20, **sampling) for n in range(6)]
+    expected = _run_requests(_make_slot_runner(model, stops=stops), requests)
+    _assert_equal(_run_requests(_make_paged_runner(model, stops=stops), requests), expected)
 
 
 def test_a_stop_string_ends_a_sequence_with_its_last_token():
-    model = _model()
+    model = _make_model()
     stops = StopRules((), lambda ids: "".join(chr(97 + token) for token in ids))
-    request = _request(0, [1, 5], max_tokens=30, temperature=0.0)
-    letters = "".join(chr(97 + t) for t in _drive(_paged(model), [request])[request.uid].token_ids)
-    stop = letters[9:12]
-    end = letters.index(stop) + 3
-    stopping = _request(0, [1, 5], max_tokens=30, temperature=0.0, stop=(stop,))
-    completion = _drive(_paged(model, stops=stops), [stopping])[request.uid]
+    request = _make_request(0, [1, 5], max_tokens=30, temperature=0.0)
+    text = "".join(
+        chr(97 + t)
+        for t in _run_requests(_make_paged_runner(model), [request])[request.uid].token_ids
+    )
+    stop = text[9:12]
+    end = text.index(stop) + 3
+    stopping = _make_request(0, [1, 5], max_tokens=30, temperature=0.0, stop=(stop,))
+    completion = _run_requests(_make_paged_runner(model, stops=stops), [stopping])[request.uid]
     assert completion.stop is StopReason.STOP
     assert len(completion.token_ids) == end
 
@@ -207,32 +216,34 @@ def test_a_stop_string_ends_a_sequence_with_its_last_token():
 def test_preempted_requests_still_generate_the_same_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    model = _model()
-    expected = _drive(_slot_runner(model), _mixed())
-    runner = _paged(model)
+    model = _make_model()
+    expected = _run_requests(_make_slot_runner(model), _make_mixed_requests())
+    runner = _make_paged_runner(model)
     reserve = PagedForward.reserve
     monkeypatch.setattr(PagedForward, "reserve", lambda self, _: reserve(self, 9))
-    monkeypatch.setattr("rollick.infer.native.gpu.runner.PagePool", lambda _: _small_pool(pages=9))
-    generated = _drive(runner, _mixed())
+    monkeypatch.setattr(
+        "rollick.infer.native.gpu.runner.PagePool", lambda _: _make_small_pool(pages=9)
+    )
+    generated = _run_requests(runner, _make_mixed_requests())
     _assert_equal(generated, expected)
     assert runner.stats.preempted > 0
     assert runner.kv_capacity == 8 * PAGE
     assert runner.kv_tokens == 0
 
 
-def _small_pool(*, pages: int) -> Any:
+def _make_small_pool(*, pages: int) -> Any:
     from rollick.infer.native.gpu.page_pool import PagePool
 
     return PagePool(pages)
 
 
 def test_shared_pages_count_once():
-    runner = _paged(_model())
+    runner = _make_paged_runner(_make_model())
     prompt = [1, *range(3, 30), *range(3, 20)]
     for number in range(4):
-        runner.queue.submit(EngineRequest(_request(number, prompt, max_tokens=60)))
+        runner.queue.submit(EngineRequest(_make_request(number, prompt, max_tokens=60)))
     runner.step()
-    # One full page for all, and one more for each.
+    # All share one full page, and each has one more.
     assert runner.kv_tokens == (1 + 4) * PAGE
     assert runner.kv_capacity == 8 * 4 * PAGE
     runner.clear()
@@ -240,50 +251,52 @@ def test_shared_pages_count_once():
 
 
 def test_an_aborted_request_keeps_its_tokens_and_can_be_continued():
-    model = _model()
-    complete = _drive(_paged(model), [_request(0, [1, 5], max_tokens=40)])[SampleId(0, 0)]
-    runner = _paged(model)
-    runner.queue.submit(EngineRequest(_request(0, [1, 5], max_tokens=40)))
+    model = _make_model()
+    uninterrupted = _run_requests(
+        _make_paged_runner(model), [_make_request(0, [1, 5], max_tokens=40)]
+    )[SampleId(0, 0)]
+    runner = _make_paged_runner(model)
+    runner.queue.submit(EngineRequest(_make_request(0, [1, 5], max_tokens=40)))
     for _ in range(3):
         assert runner.step() == []
     ended = runner.abort(SampleId(0, 0))
     assert ended is not None
-    part = ended[1]
-    assert part.stop is StopReason.ABORTED
-    assert 0 < len(part.token_ids) < 40
+    partial = ended[1]
+    assert partial.stop is StopReason.ABORTED
+    assert 0 < len(partial.token_ids) < 40
     request = Request(
         SampleId(0, 0),
         frozen_array([1, 5], np.int32),
         Sampling(max_tokens=40),
         stream=13,
-        continue_from=part,
+        continue_from=partial,
     )
-    computed = runner.stats.prefilled_tokens
-    rest = _drive(runner, [request])[SampleId(0, 0)]
-    assert rest.token_ids.tolist() == complete.token_ids.tolist()
-    assert runner.stats.prefilled_tokens == computed
+    prefilled = runner.stats.prefilled_tokens
+    continued = _run_requests(runner, [request])[SampleId(0, 0)]
+    assert continued.token_ids.tolist() == uninterrupted.token_ids.tolist()
+    assert runner.stats.prefilled_tokens == prefilled
 
 
 def test_the_next_turn_of_a_session_reuses_the_pages_of_the_last():
     prompt = [1, *range(3, 22)]
-    computed: dict[str | None, int] = {}
+    prefilled: dict[str | None, int] = {}
     for session in ("s", None):
-        runner = _paged(_model())
-        first = _request(0, prompt, session=session, max_tokens=30)
-        generated = _drive(runner, [first])[first.uid]
+        runner = _make_paged_runner(_make_model())
+        first = _make_request(0, prompt, session=session, max_tokens=30)
+        generated = _run_requests(runner, [first])[first.uid]
         before = runner.stats.prefilled_tokens
-        following = [*prompt, *generated.token_ids.tolist(), 9, 9, 9]
-        _drive(runner, [_request(1, following, session=session)])
-        computed[session] = runner.stats.prefilled_tokens - before
-    # All but the last of 53 tokens are computed; only the full first page is reused.
-    assert computed == {"s": 52 - PAGE, None: 52}
+        next_prompt = [*prompt, *generated.token_ids.tolist(), 9, 9, 9]
+        _run_requests(runner, [_make_request(1, next_prompt, session=session)])
+        prefilled[session] = runner.stats.prefilled_tokens - before
+    # Without reuse, 52 of 53 tokens are prefilled. Of the cached pages, only the first is full.
+    assert prefilled == {"s": 52 - PAGE, None: 52}
 
 
 def test_only_tokens_after_a_change_of_weights_have_the_new_version():
-    model = _model()
-    runner = _paged(model)
+    model = _make_model()
+    runner = _make_paged_runner(model)
     for number in range(3):
-        runner.queue.submit(EngineRequest(_request(number, [1, 5 + number], max_tokens=30)))
+        runner.queue.submit(EngineRequest(_make_request(number, [1, 5 + number], max_tokens=30)))
     for _ in range(3):
         runner.step()
     runner.synchronize()
@@ -292,63 +305,65 @@ def test_only_tokens_after_a_change_of_weights_have_the_new_version():
         for parameter in model.parameters():
             parameter.add_(0.01)
     runner.commit(4, keep_cache=False)
-    for completion in _drive(runner, []).values():
+    for completion in _run_requests(runner, []).values():
         generated = int(lengths[completion.uid.index])
         assert completion.versions.tolist() == [0] * generated + [4] * (30 - generated)
 
 
 def test_tokens_on_a_kept_cache_are_flagged_and_no_other_sequence_reuses_it():
-    model = _model()
-    runner = _paged(model)
+    model = _make_model()
+    runner = _make_paged_runner(model)
     prompt = [1, *range(5, 25)]
-    runner.queue.submit(EngineRequest(_request(0, prompt, max_tokens=30, session="s")))
+    runner.queue.submit(EngineRequest(_make_request(0, prompt, max_tokens=30, session="s")))
     for _ in range(3):
         runner.step()
     runner.synchronize()
     generated = int(runner.table.length[0]) - len(prompt)
-    computed = runner.stats.prefilled_tokens
-    runner.queue.submit(EngineRequest(_request(1, prompt, max_tokens=30)))
+    prefilled = runner.stats.prefilled_tokens
+    runner.queue.submit(EngineRequest(_make_request(1, prompt, max_tokens=30)))
     runner.commit(4, keep_cache=True)
-    done = _drive(runner, [])
-    kept, later = done[SampleId(0, 0)], done[SampleId(0, 1)]
+    completions = _run_requests(runner, [])
+    kept, later = completions[SampleId(0, 0)], completions[SampleId(0, 1)]
     assert kept.versions.tolist() == [0] * generated + [4] * (30 - generated)
     assert kept.kept_cache is not None
     assert kept.kept_cache.tolist() == (kept.versions == 4).tolist()
     assert later.kept_cache is None
-    assert runner.stats.prefilled_tokens - computed == len(prompt) - 1, "the second one's own"
-    again = len(prompt) + len(kept.token_ids)
-    computed = runner.stats.prefilled_tokens
-    turn = [*prompt, *kept.token_ids.tolist(), 7]
-    _drive(runner, [_request(2, turn, max_tokens=2, session="s")])
-    assert runner.stats.prefilled_tokens - computed > again - len(prompt), "not from the old cache"
+    assert runner.stats.prefilled_tokens - prefilled == len(prompt) - 1, "the second one's own"
+    history_tokens = len(prompt) + len(kept.token_ids)
+    prefilled = runner.stats.prefilled_tokens
+    next_turn = [*prompt, *kept.token_ids.tolist(), 7]
+    _run_requests(runner, [_make_request(2, next_turn, max_tokens=2, session="s")])
+    assert runner.stats.prefilled_tokens - prefilled > history_tokens - len(prompt), (
+        "not from the old cache"
+    )
 
 
 def test_rows_are_compacted_when_a_smaller_graph_is_enough(monkeypatch: pytest.MonkeyPatch):
     buckets: list[int] = []
     decode = PagedForward.decode
 
-    def noting(self: PagedForward, rows: Any, *, bucket: int, **options: Any) -> None:
+    def record_bucket(self: PagedForward, rows: Any, *, bucket: int, **options: Any) -> None:
         buckets.append(bucket)
         decode(self, rows, bucket=bucket, **options)
 
-    monkeypatch.setattr(PagedForward, "decode", noting)
-    model = _model()
-    requests = [_request(n, [1, 5], max_tokens=4 if n % 4 else 40) for n in range(32)]
-    expected = _drive(_slot_runner(model, slots=32), requests)
-    _assert_equal(_drive(_paged(model, slots=32), requests), expected)
+    monkeypatch.setattr(PagedForward, "decode", record_bucket)
+    model = _make_model()
+    requests = [_make_request(n, [1, 5], max_tokens=4 if n % 4 else 40) for n in range(32)]
+    expected = _run_requests(_make_slot_runner(model, slots=32), requests)
+    _assert_equal(_run_requests(_make_paged_runner(model, slots=32), requests), expected)
     assert buckets[0] == 32
     assert buckets[-1] == 8
 
 
 def test_several_decodes_are_launched_at_once_while_no_request_waits():
-    runner = _paged(_model())
+    runner = _make_paged_runner(_make_model())
     for number in range(3):
-        runner.queue.submit(EngineRequest(_request(number, [1, 5], max_tokens=50)))
+        runner.queue.submit(EngineRequest(_make_request(number, [1, 5], max_tokens=50)))
     runner.step()
     before = runner.stats.decode_steps
     runner.step()
     assert runner.stats.decode_steps - before == 4
-    runner.queue.submit(EngineRequest(_request(3, [1, 5], max_tokens=50, stop_ids=(3,))))
+    runner.queue.submit(EngineRequest(_make_request(3, [1, 5], max_tokens=50, stop_ids=(3,))))
     runner.step()
     before = runner.stats.decode_steps
     runner.step()
@@ -358,41 +373,41 @@ def test_several_decodes_are_launched_at_once_while_no_request_waits():
 
 
 def test_nothing_is_launched_when_all_rows_have_reached_their_limit():
-    runner = _paged(_model())
-    _drive(runner, [_request(n, [1, 5], max_tokens=10) for n in range(3)])
+    runner = _make_paged_runner(_make_model())
+    _run_requests(runner, [_make_request(n, [1, 5], max_tokens=10) for n in range(3)])
     assert runner.stats.decode_steps == 10
 
 
 def test_logits_that_are_not_finite_name_the_request():
-    model = _model()
-    runner = _paged(model)
+    model = _make_model()
+    runner = _make_paged_runner(model)
     with torch.no_grad():
         model.lm_head.weight[3] = float("nan")
     from rollick.errors import EngineError
 
     with pytest.raises(EngineError, match="not finite"):
-        _drive(runner, [_request(0, [1, 5])])
+        _run_requests(runner, [_make_request(0, [1, 5])])
 
 
 def test_a_module_that_cannot_be_compiled_or_captured_still_generates(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    def refusing(self: PagedForward, *_: Any) -> Any:
+    def raise_unsupported(self: PagedForward, *_: Any) -> Any:
         options = self.options
-        lacking = "compiler" if options.compile_layers else "capture"
+        missing = "compiler" if options.compile_layers else "capture"
         if options.direct_decoder:
-            lacking = "kernel"
-        raise RuntimeError(f"no {lacking} for this")
+            missing = "kernel"
+        raise RuntimeError(f"no {missing} for this")
 
-    model = _model()
-    requests = _mixed(8)
-    expected = _drive(_slot_runner(model), requests)
+    model = _make_model()
+    requests = _make_mixed_requests(8)
+    expected = _run_requests(_make_slot_runner(model), requests)
     fuse_storage(model)
-    runner = _paged(model)
+    runner = _make_paged_runner(model)
     monkeypatch.setattr(runner.forward, "_on_gpu", True)
     monkeypatch.setattr(runner.forward, "options", ForwardOptions(triton_kernels=False))
-    monkeypatch.setattr(PagedForward, "_capture", refusing)
-    _assert_equal(_drive(runner, requests), expected)
+    monkeypatch.setattr(PagedForward, "_capture", raise_unsupported)
+    _assert_equal(_run_requests(runner, requests), expected)
     assert runner.forward.options == ForwardOptions(
         triton_kernels=False, compile_layers=False, cuda_graphs=False, direct_decoder=False
     )
@@ -404,14 +419,17 @@ def test_a_module_that_cannot_be_compiled_or_captured_still_generates(
 
 
 def test_freeing_the_cache_unfuses_the_weights():
-    model = _model()
+    model = _make_model()
     fuse_storage(model)
-    runner = _paged(model)
-    _drive(runner, _mixed(4))
+    runner = _make_paged_runner(model)
+    _run_requests(runner, _make_mixed_requests(4))
     runner.free()
     layers = runner.forward._module.modules()  # pyright: ignore[reportPrivateUsage]
     assert not any(isinstance(layer, FusedLinear) for layer in layers)
-    _assert_equal(_drive(runner, _mixed(4)), _drive(_slot_runner(model), _mixed(4)))
+    _assert_equal(
+        _run_requests(runner, _make_mixed_requests(4)),
+        _run_requests(_make_slot_runner(model), _make_mixed_requests(4)),
+    )
 
 
 def test_buckets_grow_in_steps_of_an_eighth_to_a_half():

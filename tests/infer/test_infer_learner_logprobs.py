@@ -33,7 +33,7 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-def _requests(count: int, *, tokens: int, temperature: float) -> list[Request]:
+def _make_requests(count: int, *, tokens: int, temperature: float) -> list[Request]:
     random = np.random.default_rng(0)
     lengths = random.integers(1, 40, -(-count // GROUP_SIZE))
     prompts = [random.integers(4, 60, length) for length in lengths]
@@ -41,7 +41,7 @@ def _requests(count: int, *, tokens: int, temperature: float) -> list[Request]:
         Request(
             SampleId(number // GROUP_SIZE, number % GROUP_SIZE),
             frozen_array(prompts[number // GROUP_SIZE], np.int32),
-            # Unlike lengths, so that rows come and go beside each other.
+            # Different lengths, so that rows start and end while others run.
             Sampling(temperature=temperature, max_tokens=tokens - 7 * (number % 5)),
             stream=number,
         )
@@ -49,7 +49,7 @@ def _requests(count: int, *, tokens: int, temperature: float) -> list[Request]:
     ]
 
 
-def _differences(folder: Path, requests: list[Request], *, deterministic: bool) -> np.ndarray:
+def _compute_gaps(folder: Path, requests: list[Request], *, deterministic: bool) -> np.ndarray:
     """|engine - learner| of each generated token; the engine shares the learner's parameters."""
     strategy = LocalStrategy(recipe_of(folder, run={"deterministic": deterministic}))
     infer = InferConfig(slots=24, max_length=256)
@@ -74,8 +74,8 @@ def _differences(folder: Path, requests: list[Request], *, deterministic: bool) 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 def test_ten_thousand_log_probs_equal_the_learners_up_to_rounding(folder, temperature):
-    requests = _requests(112, tokens=105, temperature=temperature)
-    gap = _differences(folder, requests, deterministic=False)
+    requests = _make_requests(112, tokens=105, temperature=temperature)
+    gap = _compute_gaps(folder, requests, deterministic=False)
     assert len(gap) >= 10_000
     assert gap.mean() <= 5e-6
     assert gap.max() <= 1e-4
@@ -84,5 +84,5 @@ def test_ten_thousand_log_probs_equal_the_learners_up_to_rounding(folder, temper
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 def test_in_deterministic_mode_log_probs_are_bit_equal_to_the_learners(folder, temperature):
-    requests = _requests(24, tokens=70, temperature=temperature)
-    assert _differences(folder, requests, deterministic=True).max() == 0
+    requests = _make_requests(24, tokens=70, temperature=temperature)
+    assert _compute_gaps(folder, requests, deterministic=True).max() == 0

@@ -1,4 +1,4 @@
-"""The native engine on a GPU generates what it generates on the CPU."""
+"""The native engine on a GPU generates the tokens of the engine on the CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 
-def _engine(model: Any, device: str, *, deterministic: bool = False, slots: int = 8) -> Any:
+def _make_engine(model: Any, device: str, *, deterministic: bool = False, slots: int = 8) -> Any:
     module = empty_model(model.config, attention=CACHED)
     share_parameters(module, model)
     return NativeEngine(
@@ -35,7 +35,7 @@ def _engine(model: Any, device: str, *, deterministic: bool = False, slots: int 
     )
 
 
-async def _draw(engine: Any, *, temperature: float = 1.0) -> list[Completion]:
+async def _generate(engine: Any, *, temperature: float = 1.0) -> list[Completion]:
     requests = [
         Request(
             SampleId(0, index),
@@ -50,9 +50,9 @@ async def _draw(engine: Any, *, temperature: float = 1.0) -> list[Completion]:
 
 
 async def test_a_gpu_generates_the_tokens_of_the_cpu():
-    on_cpu = _engine(tiny_model(32).eval(), "cpu")
-    on_gpu = _engine(tiny_model(32).eval().cuda(), "cuda")
-    for one, other in zip(await _draw(on_cpu), await _draw(on_gpu), strict=True):
+    on_cpu = _make_engine(tiny_model(32).eval(), "cpu")
+    on_gpu = _make_engine(tiny_model(32).eval().cuda(), "cuda")
+    for one, other in zip(await _generate(on_cpu), await _generate(on_gpu), strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-3)
     await on_cpu.close()
@@ -61,8 +61,10 @@ async def test_a_gpu_generates_the_tokens_of_the_cpu():
 
 async def test_on_a_gpu_deterministic_mode_does_not_depend_on_the_batch():
     model = tiny_model(32).eval().cuda()
-    wide, narrow = (_engine(model, "cuda", deterministic=True, slots=slots) for slots in (20, 3))
-    for one, other in zip(await _draw(wide), await _draw(narrow), strict=True):
+    wide, narrow = (
+        _make_engine(model, "cuda", deterministic=True, slots=slots) for slots in (20, 3)
+    )
+    for one, other in zip(await _generate(wide), await _generate(narrow), strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
         assert one.logprobs.tobytes() == other.logprobs.tobytes()
     await wide.close()
@@ -70,15 +72,15 @@ async def test_on_a_gpu_deterministic_mode_does_not_depend_on_the_batch():
 
 
 async def test_sleep_frees_the_memory_of_cache_and_weights():
-    engine = _engine(tiny_model(32, hidden=256).eval().cuda(), "cuda")
-    generated = await _draw(engine, temperature=0.0)
-    weights = sum(parameter.nbytes for parameter in engine.module.parameters())
-    held = weights + engine.runner.forward.cache.nbytes
+    engine = _make_engine(tiny_model(32, hidden=256).eval().cuda(), "cuda")
+    generated = await _generate(engine, temperature=0.0)
+    weight_bytes = sum(parameter.nbytes for parameter in engine.module.parameters())
+    held_bytes = weight_bytes + engine.runner.forward.cache.nbytes
     awake = torch.cuda.memory_allocated()
     await engine.sleep()
-    assert awake - torch.cuda.memory_allocated() >= held
+    assert awake - torch.cuda.memory_allocated() >= held_bytes
     await engine.wake()
-    again = await _draw(engine, temperature=0.0)
+    again = await _generate(engine, temperature=0.0)
     assert [one.token_ids.tolist() for one in again] == [
         one.token_ids.tolist() for one in generated
     ]
@@ -86,9 +88,9 @@ async def test_sleep_frees_the_memory_of_cache_and_weights():
 
 
 async def test_bfloat16_on_a_gpu_stays_near_float32():
-    exact = _engine(tiny_model(32).eval().cuda(), "cuda")
-    narrow = _engine(tiny_model(32).eval().cuda().bfloat16(), "cuda")
-    pairs = list(zip(await _draw(exact), await _draw(narrow), strict=True))
+    exact = _make_engine(tiny_model(32).eval().cuda(), "cuda")
+    narrow = _make_engine(tiny_model(32).eval().cuda().bfloat16(), "cuda")
+    pairs = list(zip(await _generate(exact), await _generate(narrow), strict=True))
     equal = [(one, other) for one, other in pairs if one.token_ids[0] == other.token_ids[0]]
     assert len(equal) >= 15
     for one, other in equal:

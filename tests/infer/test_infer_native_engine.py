@@ -68,8 +68,8 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-def _model(config: Any, *, seed: int = 0) -> Any:
-    """Random, but with weights large enough that tokens are far from equally likely."""
+def _make_model(config: Any, *, seed: int = 0) -> Any:
+    """A random model with large weights, so that tokens are far from equally likely."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -79,7 +79,7 @@ def _model(config: Any, *, seed: int = 0) -> Any:
     return model
 
 
-def _engine(model: Any, *, slots: int = 8, deterministic: bool = False, **options: Any) -> Any:
+def _make_engine(model: Any, *, slots: int = 8, deterministic: bool = False, **options: Any) -> Any:
     """An engine that shares the model's parameters."""
     module = empty_model(model.config, attention=CACHED)
     share_parameters(module, model)
@@ -93,7 +93,7 @@ def _engine(model: Any, *, slots: int = 8, deterministic: bool = False, **option
     )
 
 
-def _request(
+def _make_request(
     index: int, ids: Sequence[int], *, continue_from: Completion | None = None, **sampling: Any
 ) -> Request:
     return Request(
@@ -105,28 +105,28 @@ def _request(
     )
 
 
-async def _all(engine: Any, requests: Sequence[Request]) -> list[Completion]:
+async def _generate_all(engine: Any, requests: Sequence[Request]) -> list[Completion]:
     async with asyncio.timeout(60):
         return list(await asyncio.gather(*(engine.generate(request) for request in requests)))
 
 
-async def _until(condition: Callable[[], bool]) -> None:
+async def _wait_until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 
-def _bits(completion: Completion) -> tuple[list[int], bytes]:
+def _get_bits(completion: Completion) -> tuple[list[int], bytes]:
     return completion.token_ids.tolist(), completion.logprobs.tobytes()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 async def test_greedy_tokens_and_log_probs_equal_those_of_transformers(name, deterministic):
-    model = _model(CONFIGS[name])
-    engine = _engine(model, deterministic=deterministic, slots=3, stop_ids=(2,))
-    requests = [_request(index, ids, temperature=0.0) for index, ids in enumerate(PROMPTS)]
-    for ids, completion in zip(PROMPTS, await _all(engine, requests), strict=True):
+    model = _make_model(CONFIGS[name])
+    engine = _make_engine(model, deterministic=deterministic, slots=3, stop_ids=(2,))
+    requests = [_make_request(index, ids, temperature=0.0) for index, ids in enumerate(PROMPTS)]
+    for ids, completion in zip(PROMPTS, await _generate_all(engine, requests), strict=True):
         expected = model.generate(
             torch.tensor([ids]),
             attention_mask=torch.ones(1, len(ids), dtype=torch.long),
@@ -142,10 +142,10 @@ async def test_greedy_tokens_and_log_probs_equal_those_of_transformers(name, det
 
 
 async def test_sampled_log_probs_are_those_of_a_full_forward_at_the_temperature():
-    model = _model(CONFIGS["llama"])
-    engine = _engine(model)
-    completions = await _all(
-        engine, [_request(i, ids, temperature=0.7) for i, ids in enumerate(PROMPTS)]
+    model = _make_model(CONFIGS["llama"])
+    engine = _make_engine(model)
+    completions = await _generate_all(
+        engine, [_make_request(i, ids, temperature=0.7) for i, ids in enumerate(PROMPTS)]
     )
     for ids, completion in zip(PROMPTS, completions, strict=True):
         generated = torch.from_numpy(completion.token_ids.astype(np.int64))
@@ -157,24 +157,24 @@ async def test_sampled_log_probs_are_those_of_a_full_forward_at_the_temperature(
 
 
 async def test_more_requests_than_slots_are_refilled_at_once_and_all_finish():
-    engine = _engine(_model(CONFIGS["llama"]), slots=3)
+    engine = _make_engine(_make_model(CONFIGS["llama"]), slots=3)
     lengths = [2, 9, 4, 7, 1, 5, 3]
-    requests = [_request(i, [1, 3 + i], max_tokens=n) for i, n in enumerate(lengths)]
-    completions = await _all(engine, requests)
+    requests = [_make_request(i, [1, 3 + i], max_tokens=n) for i, n in enumerate(lengths)]
+    completions = await _generate_all(engine, requests)
     assert [len(completion.token_ids) for completion in completions] == lengths
     assert engine.load().generated_tokens == sum(lengths)
-    # By slot: 2+7+3, 9, 4+1+5. An empty slot would add steps.
+    # Steps by slot: 2+7+3, 9, 4+1+5. A slot that stays empty would add steps.
     assert engine.runner.stats.decode_steps == 12
     await engine.close()
 
 
 async def test_a_sample_does_not_depend_on_the_batch_or_on_the_number_of_slots():
-    model = _model(CONFIGS["llama"])
-    requests = [_request(i, PROMPTS[i % 5]) for i in range(12)]
-    wide, narrow = _engine(model, slots=12), _engine(model, slots=2)
-    together = await _all(wide, requests)
-    backwards = await _all(narrow, requests[::-1])
-    for one, other in zip(together, backwards[::-1], strict=True):
+    model = _make_model(CONFIGS["llama"])
+    requests = [_make_request(i, PROMPTS[i % 5]) for i in range(12)]
+    wide, narrow = _make_engine(model, slots=12), _make_engine(model, slots=2)
+    in_order = await _generate_all(wide, requests)
+    reversed_order = await _generate_all(narrow, requests[::-1])
+    for one, other in zip(in_order, reversed_order[::-1], strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
     await wide.close()
@@ -182,45 +182,47 @@ async def test_a_sample_does_not_depend_on_the_batch_or_on_the_number_of_slots()
 
 
 async def test_in_deterministic_mode_the_batch_does_not_change_a_single_bit():
-    model = _model(CONFIGS["qwen3, wide heads"])
-    requests = [_request(i, PROMPTS[i % 5]) for i in range(34)]
-    wide, narrow = (_engine(model, slots=slots, deterministic=True) for slots in (34, 3))
-    together = await _all(wide, requests)
-    backwards = await _all(narrow, requests[::-1])
-    assert [_bits(one) for one in together] == [_bits(other) for other in backwards[::-1]]
+    model = _make_model(CONFIGS["qwen3, wide heads"])
+    requests = [_make_request(i, PROMPTS[i % 5]) for i in range(34)]
+    wide, narrow = (_make_engine(model, slots=slots, deterministic=True) for slots in (34, 3))
+    in_order = await _generate_all(wide, requests)
+    reversed_order = await _generate_all(narrow, requests[::-1])
+    assert [_get_bits(one) for one in in_order] == [
+        _get_bits(other) for other in reversed_order[::-1]
+    ]
     alone = await narrow.generate(requests[7])
-    assert _bits(alone) == _bits(together[7])
+    assert _get_bits(alone) == _get_bits(in_order[7])
     await wide.close()
     await narrow.close()
 
 
 async def test_in_deterministic_mode_a_recomputed_cache_has_the_same_bits():
-    model = _model(CONFIGS["llama"])
-    requests = [_request(i, PROMPTS[i % 5], max_tokens=60) for i in range(6)]
-    undisturbed, disturbed = (_engine(model, slots=4, deterministic=True) for _ in range(2))
-    expected = await _all(undisturbed, requests)
+    model = _make_model(CONFIGS["llama"])
+    requests = [_make_request(i, PROMPTS[i % 5], max_tokens=60) for i in range(6)]
+    undisturbed, disturbed = (_make_engine(model, slots=4, deterministic=True) for _ in range(2))
+    expected = await _generate_all(undisturbed, requests)
     tasks = [asyncio.create_task(disturbed.generate(request)) for request in requests]
     for tokens in (40, 120, 200):
-        await _until(lambda tokens=tokens: disturbed.load().generated_tokens >= tokens)
+        await _wait_until(lambda tokens=tokens: disturbed.load().generated_tokens >= tokens)
         await disturbed.commit_shared(PolicyVersion(tokens))
     actual = await asyncio.gather(*tasks)
-    assert [_bits(one) for one in actual] == [_bits(other) for other in expected]
+    assert [_get_bits(one) for one in actual] == [_get_bits(other) for other in expected]
     assert len(set(actual[0].versions.tolist())) > 1
     await undisturbed.close()
     await disturbed.close()
 
 
 async def test_a_groups_prompt_is_prefilled_once_for_all_its_members():
-    engine = _engine(_model(CONFIGS["llama"]), slots=3)
+    engine = _make_engine(_make_model(CONFIGS["llama"]), slots=3)
     prompt = [1, 5, 6, 7, 8]
-    completions = await _all(engine, [_request(i, prompt) for i in range(8)])
+    completions = await _generate_all(engine, [_make_request(i, prompt) for i in range(8)])
     # The last prompt token is fed by the first decode step; seven members copied the other four.
     assert engine.runner.stats.prefilled_tokens == 4
     assert len({tuple(one.token_ids.tolist()) for one in completions}) > 1
     await engine.close()
 
 
-def _greedy(model: Any, request: Request) -> list[int]:
+def _generate_greedy(model: Any, request: Request) -> list[int]:
     """The tokens that transformers generates, without stop ids."""
     ids = torch.from_numpy(request.token_ids.astype(np.int64))[None]
     generated = model.generate(
@@ -234,43 +236,46 @@ def _greedy(model: Any, request: Request) -> list[int]:
 
 
 async def test_members_admitted_beside_other_prompts_still_get_their_own_prefix():
-    model = _model(CONFIGS["llama"])
-    engine = _engine(model, slots=4)
+    model = _make_model(CONFIGS["llama"])
+    engine = _make_engine(model, slots=4)
     lengths = [3, 11, 5, 7]
     requests = [
-        _request(i, PROMPTS[i % 5], temperature=0.0, max_tokens=lengths[i % 4]) for i in range(20)
+        _make_request(i, PROMPTS[i % 5], temperature=0.0, max_tokens=lengths[i % 4])
+        for i in range(20)
     ]
-    actual = await _all(engine, requests)
+    actual = await _generate_all(engine, requests)
     for request, completion in zip(requests, actual, strict=True):
-        assert completion.token_ids.tolist() == _greedy(model, request)
+        assert completion.token_ids.tolist() == _generate_greedy(model, request)
     await engine.close()
 
 
 async def test_a_prefix_is_copied_before_its_slot_is_overwritten():
-    model = _model(CONFIGS["llama"])
-    engine = _engine(model, slots=3)
+    model = _make_model(CONFIGS["llama"])
+    engine = _make_engine(model, slots=3)
     prompts = [[1, 5], [1, 6, 6], [1, 7, 7, 7], [1, 8, 8, 8, 8]]
-    long = asyncio.create_task(engine.generate(_request(0, prompts[0], max_tokens=100)))
-    await _all(engine, [_request(i, prompts[i], max_tokens=2) for i in (1, 2)])
-    await _until(lambda: engine.runner.table.count == 1)
+    long = asyncio.create_task(engine.generate(_make_request(0, prompts[0], max_tokens=100)))
+    await _generate_all(engine, [_make_request(i, prompts[i], max_tokens=2) for i in (1, 2)])
+    await _wait_until(lambda: engine.runner.table.count == 1)
     # Slot 2 still holds prompt 2. Slot 1 needs it, while prompt 3 takes slot 2.
-    requests = [_request(i, prompts[i], temperature=0.0, max_tokens=6) for i in (2, 3)]
-    actual = await _all(engine, requests)
+    requests = [_make_request(i, prompts[i], temperature=0.0, max_tokens=6) for i in (2, 3)]
+    actual = await _generate_all(engine, requests)
     assert not long.done()
-    assert [one.token_ids.tolist() for one in actual] == [_greedy(model, r) for r in requests]
+    assert [one.token_ids.tolist() for one in actual] == [
+        _generate_greedy(model, r) for r in requests
+    ]
     await engine.abort(SampleId(0, 0))
     await long
     await engine.close()
 
 
 async def test_an_abort_ends_the_request_that_has_the_id_now():
-    engine = _engine(_model(CONFIGS["llama"]), slots=2)
+    engine = _make_engine(_make_model(CONFIGS["llama"]), slots=2)
     await engine.pause()
-    given_up = asyncio.create_task(engine.generate(_request(0, [1, 5], max_tokens=9)))
+    cancelled = asyncio.create_task(engine.generate(_make_request(0, [1, 5], max_tokens=9)))
     await asyncio.sleep(0)
-    given_up.cancel()
-    await asyncio.gather(given_up, return_exceptions=True)
-    again = asyncio.create_task(engine.generate(_request(0, [1, 5], max_tokens=9)))
+    cancelled.cancel()
+    await asyncio.gather(cancelled, return_exceptions=True)
+    again = asyncio.create_task(engine.generate(_make_request(0, [1, 5], max_tokens=9)))
     await asyncio.sleep(0)
     await engine.abort(SampleId(0, 0))
     async with asyncio.timeout(5):
@@ -279,11 +284,11 @@ async def test_an_abort_ends_the_request_that_has_the_id_now():
 
 
 async def test_prefill_is_spread_over_steps_by_the_token_budget():
-    engine = _engine(_model(CONFIGS["llama"]), slots=8, prefill_tokens=10)
+    engine = _make_engine(_make_model(CONFIGS["llama"]), slots=8, prefill_tokens=10)
     prompts = [[1, *([3 + i] * 6)] for i in range(4)]
     await engine.pause()
     tasks = [
-        asyncio.create_task(engine.generate(_request(i, ids, max_tokens=9)))
+        asyncio.create_task(engine.generate(_make_request(i, ids, max_tokens=9)))
         for i, ids in enumerate(prompts)
     ]
     await asyncio.sleep(0)
@@ -297,71 +302,73 @@ async def test_prefill_is_spread_over_steps_by_the_token_budget():
 
 
 async def test_a_stop_id_ends_a_sample_and_is_part_of_it():
-    model = _model(CONFIGS["llama"])
-    free = _engine(model)
-    ids = (await free.generate(_request(0, [1, 5], temperature=0.0))).token_ids.tolist()
-    stopping = _engine(model, stop_ids=(ids[3],))
-    completion = await stopping.generate(_request(0, [1, 5], temperature=0.0))
+    model = _make_model(CONFIGS["llama"])
+    engine_without_stop = _make_engine(model)
+    ids = (
+        await engine_without_stop.generate(_make_request(0, [1, 5], temperature=0.0))
+    ).token_ids.tolist()
+    engine_with_stop = _make_engine(model, stop_ids=(ids[3],))
+    completion = await engine_with_stop.generate(_make_request(0, [1, 5], temperature=0.0))
     first = ids.index(ids[3])
     assert completion.token_ids.tolist() == ids[: first + 1]
     assert completion.stop is StopReason.STOP
-    await free.close()
-    await stopping.close()
+    await engine_without_stop.close()
+    await engine_with_stop.close()
 
 
-def _letters(ids: Sequence[int]) -> str:
+def _decode_letters(ids: Sequence[int]) -> str:
     return "".join(chr(ord("A") + number) for number in ids)
 
 
 async def test_a_stop_string_ends_a_sample_even_when_it_spans_tokens():
-    engine = _engine(_model(CONFIGS["llama"]), decode=_letters)
-    text = _letters((await engine.generate(_request(0, [1, 5]))).token_ids.tolist())
+    engine = _make_engine(_make_model(CONFIGS["llama"]), decode=_decode_letters)
+    text = _decode_letters((await engine.generate(_make_request(0, [1, 5]))).token_ids.tolist())
     stop = text[6:9]
-    completion = await engine.generate(_request(0, [1, 5], stop=("never", stop)))
-    assert _letters(completion.token_ids.tolist()) == text[: text.index(stop) + 3]
+    completion = await engine.generate(_make_request(0, [1, 5], stop=("never", stop)))
+    assert _decode_letters(completion.token_ids.tolist()) == text[: text.index(stop) + 3]
     assert completion.stop is StopReason.STOP
     await engine.close()
 
 
 async def test_stop_strings_without_a_decode_function_raise():
-    engine = _engine(_model(CONFIGS["llama"]))
+    engine = _make_engine(_make_model(CONFIGS["llama"]))
     with pytest.raises(EngineError, match="decode"):
-        await engine.generate(_request(0, [1], stop=("x",)))
+        await engine.generate(_make_request(0, [1], stop=("x",)))
     await engine.close()
 
 
 async def test_a_full_cache_ends_a_sample_as_truncated():
-    engine = _engine(_model(CONFIGS["llama"]))
-    completion = await engine.generate(_request(0, [1] * 127, max_tokens=50))
+    engine = _make_engine(_make_model(CONFIGS["llama"]))
+    completion = await engine.generate(_make_request(0, [1] * 127, max_tokens=50))
     assert (len(completion.token_ids), completion.stop) == (1, StopReason.LENGTH)
     with pytest.raises(EngineError, match=r"128 tokens.*max_length=128"):
-        await engine.generate(_request(0, [1] * 128))
+        await engine.generate(_make_request(0, [1] * 128))
     await engine.close()
 
 
 async def test_a_request_continued_at_its_limit_or_after_a_stop_returns_unchanged():
-    engine = _engine(_model(CONFIGS["llama"]), stop_ids=(2,))
-    earlier = await engine.generate(_request(0, [1, 5], max_tokens=4))
-    again = await engine.generate(_request(0, [1, 5], max_tokens=4, continue_from=earlier))
+    engine = _make_engine(_make_model(CONFIGS["llama"]), stop_ids=(2,))
+    earlier = await engine.generate(_make_request(0, [1, 5], max_tokens=4))
+    again = await engine.generate(_make_request(0, [1, 5], max_tokens=4, continue_from=earlier))
     assert again.token_ids.tolist() == earlier.token_ids.tolist()
     assert again.stop is StopReason.LENGTH
     await engine.close()
 
 
 async def test_after_a_commit_tokens_use_the_learners_writes_and_have_the_new_version():
-    model = _model(CONFIGS["llama"])
-    engine = _engine(model)
-    before = await engine.generate(_request(0, [1, 5], temperature=0.0))
-    other = _model(CONFIGS["llama"], seed=1)
+    model = _make_model(CONFIGS["llama"])
+    engine = _make_engine(model)
+    before = await engine.generate(_make_request(0, [1, 5], temperature=0.0))
+    other = _make_model(CONFIGS["llama"], seed=1)
     await engine.pause()
     with torch.no_grad():
-        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-            mine.copy_(theirs)
+        for target, source in zip(model.parameters(), other.parameters(), strict=True):
+            target.copy_(source)
     await engine.commit_shared(PolicyVersion(3))
     await engine.resume()
-    after = await engine.generate(_request(0, [1, 5], temperature=0.0))
-    fresh = _engine(other)
-    expected = await fresh.generate(_request(0, [1, 5], temperature=0.0))
+    after = await engine.generate(_make_request(0, [1, 5], temperature=0.0))
+    fresh = _make_engine(other)
+    expected = await fresh.generate(_make_request(0, [1, 5], temperature=0.0))
     assert before.token_ids.tolist() != after.token_ids.tolist()
     assert after.token_ids.tolist() == expected.token_ids.tolist()
     assert set(after.versions.tolist()) == {3}
@@ -373,14 +380,14 @@ async def test_after_a_commit_tokens_use_the_learners_writes_and_have_the_new_ve
 
 async def test_logits_that_are_not_finite_fail_the_requests_but_not_the_engine():
     model = tiny_model(VOCABULARY, hidden=32)
-    engine = _engine(model)
+    engine = _make_engine(model)
     norm = model.model.norm.weight
     with torch.no_grad():
         norm.fill_(float("nan"))
-    requests = [_request(i, [1, 5]) for i in range(2)]
+    requests = [_make_request(i, [1, 5]) for i in range(2)]
     async with asyncio.timeout(30):
-        failed = await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
-    assert all(isinstance(error, EngineError) and "not finite" in str(error) for error in failed)
+        errors = await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
+    assert all(isinstance(error, EngineError) and "not finite" in str(error) for error in errors)
     with torch.no_grad():
         norm.fill_(1.0)
     assert len((await engine.generate(requests[0])).token_ids) == 20
@@ -388,13 +395,13 @@ async def test_logits_that_are_not_finite_fail_the_requests_but_not_the_engine()
 
 
 async def test_an_error_in_the_engines_thread_reaches_every_waiting_caller():
-    engine = _engine(_model(CONFIGS["llama"]), slots=1)
+    engine = _make_engine(_make_model(CONFIGS["llama"]), slots=1)
     engine.runner.step = lambda: [][0]
-    requests = [_request(i, [5]) for i in range(2)]
+    requests = [_make_request(i, [5]) for i in range(2)]
     async with asyncio.timeout(30):
-        failed = await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
-    assert [type(error) for error in failed] == [EngineError, EngineError]
-    assert "IndexError" in str(failed[0])
+        errors = await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
+    assert [type(error) for error in errors] == [EngineError, EngineError]
+    assert "IndexError" in str(errors[0])
     assert engine.load().running == engine.load().waiting == 0
     await engine.close()
 
@@ -406,14 +413,16 @@ def test_attention_that_the_cache_does_not_support_is_refused_at_load_with_its_n
 
 
 async def test_the_event_loop_stays_responsive_while_the_engine_works():
-    engine = _engine(_model(CONFIGS["llama"]), slots=8)
-    task = asyncio.gather(*(engine.generate(_request(i, [1], max_tokens=100)) for i in range(8)))
-    await _until(lambda: engine.runner.stats.decode_steps > 0)
-    turns = 0
+    engine = _make_engine(_make_model(CONFIGS["llama"]), slots=8)
+    task = asyncio.gather(
+        *(engine.generate(_make_request(i, [1], max_tokens=100)) for i in range(8))
+    )
+    await _wait_until(lambda: engine.runner.stats.decode_steps > 0)
+    iterations = 0
     while not task.done():
         await asyncio.sleep(0)
-        turns += 1
+        iterations += 1
     await task
     # With forwards on the event loop, it would iterate only a few times in each of 100 steps.
-    assert turns > 2000
+    assert iterations > 2000
     await engine.close()

@@ -14,7 +14,7 @@ from rollick.models.loading.load import load_model
 from rollick.types import PolicyVersion, Request, SampleId, Sampling, frozen_array
 
 
-def request(number: int) -> Request:
+def make_request(number: int) -> Request:
     ids = frozen_array([5, 6, 7, 8], np.int32)
     return Request(SampleId(number, 0), ids, Sampling(max_tokens=4), stream=7)
 
@@ -27,13 +27,13 @@ async def test_a_sleeping_engine_with_shared_weights_frees_its_cache_if_configur
     learner = load_model(model, device="cpu", attention="sdpa")
     infer = InferConfig(slots=2, max_length=32, free_cache=frees)
     engine = NativeEngine.create(infer, model, shared=learner, stops=StopRules())
-    first = await engine.generate(request(0))
+    first = await engine.generate(make_request(0))
     assert list(engine.runner.cache.tensors()) != []
     await engine.sleep()
     assert (list(engine.runner.cache.tensors()) == []) is frees
     await engine.wake()
     await engine.commit_shared(PolicyVersion(1))
-    again = await engine.generate(request(1))
+    again = await engine.generate(make_request(1))
     assert again.token_ids.tolist() == first.token_ids.tolist()
     await engine.close()
 
@@ -44,7 +44,7 @@ async def test_a_sleeping_engine_with_its_own_weights_always_frees_its_cache(
     model = ModelConfig(path=str(tiny_folder), dtype="float32")
     infer = InferConfig(slots=2, max_length=32, free_cache=False)
     engine = NativeEngine.create(infer, model, stops=StopRules())
-    await engine.generate(request(0))
+    await engine.generate(make_request(0))
     await engine.sleep()
     assert list(engine.runner.cache.tensors()) == []
     await engine.close()

@@ -1,4 +1,4 @@
-"""Linear layers with packed weights compute what nn.Linear computes, and follow the parameters."""
+"""Linear layers with packed weights equal nn.Linear and follow changes of the parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def _block(*, bias: bool) -> Any:
+def _make_block(*, bias: bool) -> Any:
     torch.manual_seed(0)
     block: Any = nn.Module()
     block.q_proj, block.k_proj, block.v_proj, block.o_proj = (
@@ -39,7 +39,7 @@ def _block(*, bias: bool) -> Any:
 @pytest.mark.parametrize("bias", [False, True])
 @torch.inference_mode()
 def test_packed_layers_compute_the_outputs_of_unpacked_ones(bias):
-    block = _block(bias=bias)
+    block = _make_block(bias=bias)
     layers = [block.q_proj, block.k_proj, block.v_proj, block.o_proj]
     input = torch.randn(5, 3, 24)
     expected = [layer(input) for layer in layers]
@@ -51,19 +51,19 @@ def test_packed_layers_compute_the_outputs_of_unpacked_ones(bias):
 
 @torch.inference_mode()
 def test_fused_siblings_may_be_called_in_any_order_and_with_different_inputs():
-    block = _block(bias=True)
-    one, other = torch.randn(4, 24), torch.randn(4, 24)
-    expected = {id(x): block.k_proj(x) for x in (one, other)}
+    block = _make_block(bias=True)
+    first, second = torch.randn(4, 24), torch.randn(4, 24)
+    expected = {id(x): block.k_proj(x) for x in (first, second)}
     pack_linears(block)
-    block.q_proj(one)
-    torch.testing.assert_close(block.k_proj(other), expected[id(other)])
-    torch.testing.assert_close(block.k_proj(one), expected[id(one)])
-    torch.testing.assert_close(block.k_proj(one), expected[id(one)])
+    block.q_proj(first)
+    torch.testing.assert_close(block.k_proj(second), expected[id(second)])
+    torch.testing.assert_close(block.k_proj(first), expected[id(first)])
+    torch.testing.assert_close(block.k_proj(first), expected[id(first)])
 
 
 @torch.inference_mode()
 def test_weights_are_packed_again_only_after_a_drop():
-    block = _block(bias=False)
+    block = _make_block(bias=False)
     packed = pack_linears(block)
     input = torch.randn(2, 24)
     before = block.o_proj(input)
@@ -78,7 +78,7 @@ def test_weights_are_packed_again_only_after_a_drop():
 @pytest.mark.parametrize("part", ["weight", "bias"])
 @torch.inference_mode()
 def test_a_flipped_bit_in_a_packed_copy_is_found_until_the_copy_is_made_again(part):
-    block = _block(bias=True)
+    block = _make_block(bias=True)
     packed = pack_linears(block)
     copies = [weights for _, weights in packed]
     input = torch.randn(2, 24)

@@ -8,7 +8,7 @@ import pytest
 from rollick.infer.native.philox import philox_4x32, uniforms
 
 
-def _words(*values: int) -> tuple[np.ndarray, ...]:
+def _make_words(*values: int) -> tuple[np.ndarray, ...]:
     return tuple(np.asarray([value], np.uint64) for value in values)
 
 
@@ -29,16 +29,19 @@ def _words(*values: int) -> tuple[np.ndarray, ...]:
     ],
 )
 def test_philox_gives_the_published_test_vectors(counter, key, expected):
-    assert tuple(int(word[0]) for word in philox_4x32(_words(*counter), _words(*key))) == expected
+    assert (
+        tuple(int(word[0]) for word in philox_4x32(_make_words(*counter), _make_words(*key)))
+        == expected
+    )
 
 
 def test_a_number_does_not_depend_on_the_others_in_the_array():
     streams = np.asarray([3, 2**63 - 1, 3], np.uint64)
     positions = np.asarray([0, 7, 1])
-    together = uniforms(streams, positions)
-    alone = [uniforms(streams[i : i + 1], positions[i : i + 1])[0] for i in range(3)]
-    assert together.tolist() == alone
-    assert len(set(alone)) == 3
+    batched = uniforms(streams, positions)
+    separate = [uniforms(streams[i : i + 1], positions[i : i + 1])[0] for i in range(3)]
+    assert batched.tolist() == separate
+    assert len(set(separate)) == 3
 
 
 def test_numbers_fill_the_unit_interval_evenly():

@@ -37,9 +37,9 @@ INVALID: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def request(index: int = 0, *, ids: tuple[int, ...] = (1, 8, 9), **more: Any) -> Request:
-    earlier = more.pop("continue_from", None)
-    sampling = Sampling(**{"max_tokens": 40} | more)
+def make_request(index: int = 0, *, ids: tuple[int, ...] = (1, 8, 9), **options: Any) -> Request:
+    earlier = options.pop("continue_from", None)
+    sampling = Sampling(**{"max_tokens": 40} | options)
     token_ids = frozen_array(ids, np.int32)
     return Request(SampleId(0, index), token_ids, sampling, stream=3, continue_from=earlier)
 
@@ -47,7 +47,7 @@ def request(index: int = 0, *, ids: tuple[int, ...] = (1, 8, 9), **more: Any) ->
 @pytest.mark.parametrize(("sampling", "message"), INVALID)
 def test_invalid_sampling_parameters_raise(sampling: dict[str, Any], message: str) -> None:
     with pytest.raises(EngineError, match=message):
-        LIMITS.check(request(**sampling), pending=())
+        LIMITS.check(make_request(**sampling), pending=())
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_invalid_sampling_parameters_raise(sampling: dict[str, Any], message: st
     [{}, {"temperature": 0.0}, {"temperature": 1e-3}, {"top_k": 10**6}, {"stop_ids": (-2,)}],
 )
 def test_parameters_at_their_limits_are_accepted(sampling: dict[str, Any]) -> None:
-    LIMITS.check(request(ids=(0, SIZE - 1), **sampling), pending=())
+    LIMITS.check(make_request(ids=(0, SIZE - 1), **sampling), pending=())
 
 
 @pytest.mark.parametrize("ids", [(1, SIZE), (-1,)])
@@ -63,13 +63,13 @@ def test_ids_without_an_embedding_raise_in_a_prompt_and_in_continued_tokens(
     ids: tuple[int, ...],
 ) -> None:
     with pytest.raises(EngineError, match="no token"):
-        LIMITS.check(request(ids=ids), pending=())
+        LIMITS.check(make_request(ids=ids), pending=())
     generated = frozen_array(ids, np.int32)
     earlier = Completion(
         SampleId(0, 0), generated, generated.astype(np.float32), generated, StopReason.ABORTED
     )
     with pytest.raises(EngineError, match="no token"):
-        LIMITS.check(request(continue_from=earlier), pending=())
+        LIMITS.check(make_request(continue_from=earlier), pending=())
 
 
 async def test_an_invalid_request_does_not_affect_the_others(tiny_folder: Path) -> None:
@@ -78,17 +78,23 @@ async def test_an_invalid_request_does_not_affect_the_others(tiny_folder: Path) 
     )
     try:
         async with asyncio.timeout(60):
-            good = [asyncio.create_task(engine.generate(request(index))) for index in range(4)]
-            bad = [
-                asyncio.create_task(engine.generate(request(10 + index, **sampling)))
+            valid_tasks = [
+                asyncio.create_task(engine.generate(make_request(index))) for index in range(4)
+            ]
+            invalid_tasks = [
+                asyncio.create_task(engine.generate(make_request(10 + index, **sampling)))
                 for index, (sampling, _) in enumerate(INVALID)
             ]
-            bad.append(asyncio.create_task(engine.generate(request(99, ids=(1, SIZE)))))
-            errors = await asyncio.gather(*bad, return_exceptions=True)
-            generated = await asyncio.gather(*good)
-            sharp = await engine.generate(request(5, temperature=1e-3, top_k=SIZE + 7))
+            invalid_tasks.append(
+                asyncio.create_task(engine.generate(make_request(99, ids=(1, SIZE))))
+            )
+            errors = await asyncio.gather(*invalid_tasks, return_exceptions=True)
+            generated = await asyncio.gather(*valid_tasks)
+            low_temperature = await engine.generate(
+                make_request(5, temperature=1e-3, top_k=SIZE + 7)
+            )
     finally:
         await engine.close()
-    assert [type(error) for error in errors] == [EngineError] * len(bad)
+    assert [type(error) for error in errors] == [EngineError] * len(invalid_tasks)
     assert [len(completion.token_ids) for completion in generated] == [40] * 4
-    assert np.isfinite(sharp.logprobs).all()
+    assert np.isfinite(low_temperature.logprobs).all()

@@ -29,8 +29,8 @@ async def generate_group(engine: NativeEngine, *, prompt: int, tokens: list[int]
     async with asyncio.timeout(30):
         await asyncio.gather(
             *(
-                engine.generate(Request(SampleId(0, n), ids, Sampling(max_tokens=most), stream=n))
-                for n, most in enumerate(tokens)
+                engine.generate(Request(SampleId(0, n), ids, Sampling(max_tokens=limit), stream=n))
+                for n, limit in enumerate(tokens)
             )
         )
 

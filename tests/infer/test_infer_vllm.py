@@ -1,6 +1,6 @@
-"""vLLM as an engine: how it is started, and one real run of it on the CPU.
+"""The vLLM engine: its start arguments, and a real run on the CPU.
 
-What every engine promises is in tests/contracts; here is what only this one has.
+tests/contracts tests the guarantees of every engine. These tests cover what is specific to vLLM.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ async def engine(vllm_engines: Any, folder: Path) -> AsyncIterator[VllmEngine]:
         await fresh.close()
 
 
-def _model(seed: int) -> Any:
+def _make_model(seed: int) -> Any:
     return tiny_model(len(tiny_tokenizer()), seed=seed, **SIZES).eval()
 
 
-def _request(index: int, **sampling: Any) -> Request:
+def _make_request(index: int, **sampling: Any) -> Request:
     return Request(
         SampleId(0, index), frozen_array(PROMPT, np.int32), Sampling(**sampling), stream=50 + index
     )
 
 
-def _learner_logprobs(model: Any, token_ids: Any, temperature: float) -> np.ndarray:
+def _compute_learner_logprobs(model: Any, token_ids: Any, temperature: float) -> np.ndarray:
     generated = torch.from_numpy(token_ids.astype(np.int64))
     with torch.no_grad():
         logits = model(torch.cat([torch.tensor(PROMPT), generated])[None]).logits[0]
@@ -79,16 +79,16 @@ async def test_log_probs_equal_the_learners_at_any_temperature(engine: VllmEngin
     temperatures = [(0.7, 1.0, 1.3)[index % 3] for index in range(48)]
     completions = await asyncio.gather(
         *(
-            engine.generate(_request(index, temperature=t, max_tokens=220))
+            engine.generate(_make_request(index, temperature=t, max_tokens=220))
             for index, t in enumerate(temperatures)
         )
     )
     assert sum(len(c.token_ids) for c in completions) == 48 * 220
-    model = _model(0)
+    model = _make_model(0)
     for expected in (0.7, 1.0, 1.3):
         differences = np.concatenate(
             [
-                np.abs(c.logprobs - _learner_logprobs(model, c.token_ids, t))
+                np.abs(c.logprobs - _compute_learner_logprobs(model, c.token_ids, t))
                 for c, t in zip(completions, temperatures, strict=True)
                 if t == expected
             ]
@@ -100,30 +100,34 @@ async def test_log_probs_equal_the_learners_at_any_temperature(engine: VllmEngin
 @needs_vllm
 @one_loop
 async def test_a_stop_id_ends_a_sample_and_is_its_last_token(engine: VllmEngine):
-    free = await engine.generate(_request(0, max_tokens=40))
-    stop = int(free.token_ids[20])
-    first = free.token_ids.tolist().index(stop)
-    stopped = await engine.generate(_request(0, max_tokens=40, stop_ids=(stop,)))
+    unstopped = await engine.generate(_make_request(0, max_tokens=40))
+    stop = int(unstopped.token_ids[20])
+    first = unstopped.token_ids.tolist().index(stop)
+    stopped = await engine.generate(_make_request(0, max_tokens=40, stop_ids=(stop,)))
     assert stopped.stop is StopReason.STOP
-    assert stopped.token_ids.tolist() == free.token_ids[: first + 1].tolist()
+    assert stopped.token_ids.tolist() == unstopped.token_ids[: first + 1].tolist()
 
 
 @needs_vllm
 @one_loop
 async def test_a_continued_sample_that_had_stopped_returns_unchanged(engine: VllmEngine):
-    part = await engine.generate(_request(0, max_tokens=5))
-    full = Request(
-        part.uid, frozen_array(PROMPT, np.int32), Sampling(max_tokens=5), 50, continue_from=part
+    partial = await engine.generate(_make_request(0, max_tokens=5))
+    continued = Request(
+        partial.uid,
+        frozen_array(PROMPT, np.int32),
+        Sampling(max_tokens=5),
+        50,
+        continue_from=partial,
     )
-    again = await engine.generate(full)
-    assert (again.stop, again.token_ids.tolist()) == (StopReason.LENGTH, part.token_ids.tolist())
+    again = await engine.generate(continued)
+    assert (again.stop, again.token_ids.tolist()) == (StopReason.LENGTH, partial.token_ids.tolist())
 
 
 @needs_vllm
 @one_loop
 async def test_concatenated_deltas_are_the_completion(engine: VllmEngine):
-    complete = await engine.generate(_request(3, max_tokens=30))
-    deltas = [delta async for delta in engine.stream(_request(3, max_tokens=30))]
+    complete = await engine.generate(_make_request(3, max_tokens=30))
+    deltas = [delta async for delta in engine.stream(_make_request(3, max_tokens=30))]
     assert len(deltas) > 2
     assert np.concatenate([d.token_ids for d in deltas]).tolist() == complete.token_ids.tolist()
     assert [d.stop for d in deltas[:-1]] == [None] * (len(deltas) - 1)
@@ -133,7 +137,7 @@ async def test_concatenated_deltas_are_the_completion(engine: VllmEngine):
 @needs_vllm
 @one_loop
 async def test_the_load_reports_the_cache_in_use(engine: VllmEngine):
-    task = asyncio.create_task(engine.generate(_request(0, max_tokens=200)))
+    task = asyncio.create_task(engine.generate(_make_request(0, max_tokens=200)))
     while engine.load().kv_tokens == 0:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     load = engine.load()
@@ -143,7 +147,7 @@ async def test_the_load_reports_the_cache_in_use(engine: VllmEngine):
     assert engine.load().kv_tokens == 0
 
 
-async def _checksums(engine: VllmEngine) -> list[dict[str, str]]:
+async def _compute_checksums(engine: VllmEngine) -> list[dict[str, str]]:
     """vLLM's own checksums of the tensors of each worker."""
     return await engine._client.llm.compute_weight_checksums()  # pyright: ignore[reportPrivateUsage]
 
@@ -151,13 +155,13 @@ async def _checksums(engine: VllmEngine) -> list[dict[str, str]]:
 @needs_vllm
 @one_loop
 async def test_vllms_own_checksums_follow_the_weights(engine: VllmEngine):
-    first = await _checksums(engine)
+    first = await _compute_checksums(engine)
     for seed, version in ((1, 1), (0, 2)):
-        weights = list(_model(seed).named_parameters())
+        weights = list(_make_model(seed).named_parameters())
         actual = await engine.update(weights, PolicyVersion(version), fingerprint(weights))
         assert actual == fingerprint(weights)
         assert engine.load().version == version
-        assert (await _checksums(engine) == first) == (seed == 0)
+        assert (await _compute_checksums(engine) == first) == (seed == 0)
 
 
 @needs_vllm
@@ -175,7 +179,7 @@ async def test_a_killed_vllm_raises_engine_lost(folder: Path):
 
     engine = VllmEngine.create(SMALL, ModelConfig(path=str(folder)), stops=StopRules())
     try:
-        task = asyncio.create_task(engine.generate(_request(0, max_tokens=250)))
+        task = asyncio.create_task(engine.generate(_make_request(0, max_tokens=250)))
         while engine.load().generated_tokens < 3:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         for child in psutil.Process().children(recursive=True):
@@ -184,7 +188,7 @@ async def test_a_killed_vllm_raises_engine_lost(folder: Path):
         with pytest.raises(EngineLost, match="lost"):
             await task
         with pytest.raises(EngineLost):
-            await engine.generate(_request(1))
+            await engine.generate(_make_request(1))
     finally:
         await engine.close()
 
@@ -197,14 +201,14 @@ async def test_a_tensor_parallel_engine_reloads_weights_in_every_worker(folder: 
     )
     engine = VllmEngine.create(wide, ModelConfig(path=str(folder)), stops=StopRules())
     try:
-        weights = list(_model(1).named_parameters())
+        weights = list(_make_model(1).named_parameters())
         await engine.update(weights, PolicyVersion(1), fingerprint(weights))
-        completion = await engine.generate(_request(0, max_tokens=60))
-        assert len(await _checksums(engine)) == 2
+        completion = await engine.generate(_make_request(0, max_tokens=60))
+        assert len(await _compute_checksums(engine)) == 2
     finally:
         await engine.close()
-    learner = _learner_logprobs(_model(1), completion.token_ids, 1.0)
-    np.testing.assert_allclose(completion.logprobs, learner, atol=1e-4)
+    learner_logprobs = _compute_learner_logprobs(_make_model(1), completion.token_ids, 1.0)
+    np.testing.assert_allclose(completion.logprobs, learner_logprobs, atol=1e-4)
     assert completion.versions.tolist() == [1] * 60
 
 

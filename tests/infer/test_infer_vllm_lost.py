@@ -33,21 +33,21 @@ from rollick.types import PolicyVersion, Request, SampleId, Sampling, StopReason
 MODEL = tiny_model(len(tiny_tokenizer()), seed=0)
 
 
-def output_of(tokens: list[int], logprobs: list[float], finish: str | None = None) -> Any:
-    """One output of vLLM."""
+def make_output(tokens: list[int], logprobs: list[float], finish: str | None = None) -> Any:
+    """An output of vLLM."""
     part = SimpleNamespace(
         token_ids=tokens, logprobs=SimpleNamespace(logprobs=logprobs), finish_reason=finish
     )
     return SimpleNamespace(outputs=[part], metrics=None)
 
 
-class Client:
-    """The part of vLLM's AsyncLLM that the engine uses. Every segment yields `outputs` and hangs;
-    an aborted one then yields `last`. `hanging` names methods that never return."""
+class FakeClient:
+    """The part of vLLM's AsyncLLM that the engine uses. Each segment yields `outputs` and waits; an
+    aborted segment then yields `last`. `hanging` is the name of a method that never returns."""
 
     def __init__(self, *outputs: Any, last: Any = None, hanging: str = "") -> None:
         self.outputs = outputs
-        self.last = last or output_of([], [], "abort")
+        self.last = last or make_output([], [], "abort")
         self.hanging = hanging
         self.errored = False
         self.started: list[str] = []
@@ -64,45 +64,45 @@ class Client:
         yield self.last
 
     async def abort(self, parts: list[str]) -> None:
-        await self._unless("abort")
+        await self._hang_if_chosen("abort")
         for part in parts:
             if part in self.ended:
                 self.ended[part].set()
 
     async def pause_generation(self, **options: Any) -> None:
-        await self._unless("pause")
+        await self._hang_if_chosen("pause")
 
     async def resume_generation(self) -> None: ...
 
     async def sleep(self, level: int) -> None:
-        await self._unless("sleep")
+        await self._hang_if_chosen("sleep")
 
     async def collective_rpc(self, method: str, args: tuple[str, ...] = ()) -> list[str]:
         for path in args:
             self.files.append(Path(path).exists())  # noqa: ASYNC240
             self.loaded = fingerprint(read_bundle(path))
-        await self._unless(method)
+        await self._hang_if_chosen(method)
         return [self.loaded]
 
-    async def _unless(self, method: str) -> None:
+    async def _hang_if_chosen(self, method: str) -> None:
         if method == self.hanging:
             await asyncio.Event().wait()
 
     def shutdown(self) -> None: ...
 
 
-class Stats:
+class FakeStats:
     running = kv_tokens = kv_capacity = preempted = generated_tokens = 0
     busy_seconds = 0.0
 
     def start_clock(self) -> None: ...
 
 
-def engine_of(client: Client, monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
+def make_engine(client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
     monkeypatch.setattr(VllmEngine, "_segment_inputs", lambda self, request: ((), ()))
     return VllmEngine(
         client,
-        Stats(),
+        FakeStats(),
         InferConfig(max_length=64),
         skeleton=MODEL,
         device="cuda:0",
@@ -115,7 +115,7 @@ def request(index: int = 0, **sampling: Any) -> Request:
     return Request(SampleId(0, index), ids, Sampling(**sampling), stream=index)
 
 
-async def until_started(client: Client, segments: int) -> None:
+async def wait_until_started(client: FakeClient, segments: int) -> None:
     async with asyncio.timeout(10):
         while len(client.started) < segments:  # noqa: ASYNC110
             await asyncio.sleep(0)
@@ -124,16 +124,16 @@ async def until_started(client: Client, segments: int) -> None:
 async def test_an_interrupted_segment_that_repeats_its_log_probs_keeps_each_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    client = Client(
-        output_of([5], [-0.5]),
-        output_of([6, 7], [-0.6, -0.7]),
-        last=output_of([], [-0.5, -0.6, -0.7], "abort"),
+    client = FakeClient(
+        make_output([5], [-0.5]),
+        make_output([6, 7], [-0.6, -0.7]),
+        last=make_output([], [-0.5, -0.6, -0.7], "abort"),
     )
-    engine = engine_of(client, monkeypatch)
-    drawing = asyncio.create_task(engine.generate(request()))
-    await until_started(client, 1)
+    engine = make_engine(client, monkeypatch)
+    task = asyncio.create_task(engine.generate(request()))
+    await wait_until_started(client, 1)
     await engine.abort(SampleId(0, 0))
-    completion = await drawing
+    completion = await task
     assert (completion.stop, completion.token_ids.tolist()) == (StopReason.ABORTED, [5, 6, 7])
     assert completion.logprobs.tolist() == pytest.approx([-0.5, -0.6, -0.7])
     await engine.close()
@@ -151,7 +151,7 @@ def test_surplus_log_probs_belong_to_earlier_tokens() -> None:
 
 
 async def test_fewer_log_probs_than_tokens_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of(Client(output_of([5, 6], [-1.0])), monkeypatch)
+    engine = make_engine(FakeClient(make_output([5, 6], [-1.0])), monkeypatch)
     with pytest.raises(EngineError, match="2 tokens and the log-probs of 1"):
         await engine.generate(request())
     await engine.close()
@@ -175,10 +175,10 @@ async def test_an_engine_that_misses_a_deadline_fails_all_pending_requests(
     monkeypatch: pytest.MonkeyPatch, hanging: str, call: Callable[[VllmEngine], Awaitable[Any]]
 ) -> None:
     monkeypatch.setattr(client_module, "CALL_TIMEOUT_S", 0.2)
-    client = Client(hanging=hanging)
-    engine = engine_of(client, monkeypatch)
+    client = FakeClient(hanging=hanging)
+    engine = make_engine(client, monkeypatch)
     pending = [asyncio.create_task(engine.generate(request(index))) for index in range(3)]
-    await until_started(client, 3)
+    await wait_until_started(client, 3)
     async with asyncio.timeout(20):
         with pytest.raises(EngineLost, match=r"within 0\.2 s"):
             await call(engine)
@@ -195,17 +195,17 @@ async def test_requests_that_wait_for_a_paused_engine_fail_when_it_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(client_module, "CALL_TIMEOUT_S", 0.2)
-    client = Client()
-    engine = engine_of(client, monkeypatch)
+    client = FakeClient()
+    engine = make_engine(client, monkeypatch)
     await engine.pause()
-    held = asyncio.create_task(engine.generate(request()))
+    waiting = asyncio.create_task(engine.generate(request()))
     await asyncio.sleep(0)
     client.hanging = "sleep"
     async with asyncio.timeout(20):
         with pytest.raises(EngineLost):
             await engine.sleep()
         with pytest.raises(EngineLost):
-            await held
+            await waiting
     await engine.close()
 
 
@@ -213,22 +213,22 @@ async def test_the_end_of_the_process_fails_pending_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(client_module, "WATCH_INTERVAL_S", 0.01)
-    client = Client()
-    engine = engine_of(client, monkeypatch)
-    drawing = asyncio.create_task(engine.generate(request()))
-    await until_started(client, 1)
+    client = FakeClient()
+    engine = make_engine(client, monkeypatch)
+    task = asyncio.create_task(engine.generate(request()))
+    await wait_until_started(client, 1)
     client.errored = True
     async with asyncio.timeout(20):
         with pytest.raises(EngineLost, match="process has ended"):
-            await drawing
+            await task
     await engine.close()
 
 
 async def test_an_idle_engine_whose_process_ended_is_not_alive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    client = Client()
-    engine = engine_of(client, monkeypatch)
+    client = FakeClient()
+    engine = make_engine(client, monkeypatch)
     engine.check_alive()
     client.errored = True
     with pytest.raises(EngineLost, match="process has ended"):
@@ -239,23 +239,23 @@ async def test_an_idle_engine_whose_process_ended_is_not_alive(
 async def test_a_caller_that_is_cancelled_as_the_engine_is_lost_stays_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    client = Client()
-    engine = engine_of(client, monkeypatch)
-    drawing = asyncio.create_task(engine.generate(request()))
-    await until_started(client, 1)
+    client = FakeClient()
+    engine = make_engine(client, monkeypatch)
+    task = asyncio.create_task(engine.generate(request()))
+    await wait_until_started(client, 1)
     client.errored = True
     with pytest.raises(EngineLost):
         engine.check_alive()
-    drawing.cancel()
+    task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await drawing
+        await task
     await engine.close()
 
 
 async def test_a_temperature_below_vllms_minimum_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = engine_of(Client(), monkeypatch)
+    engine = make_engine(FakeClient(), monkeypatch)
     with pytest.raises(EngineError, match=r"temperature is 0.005"):
         await engine.generate(request(temperature=0.005))
     await engine.close()
@@ -279,13 +279,13 @@ def test_weights_are_staged_in_the_first_folder_with_room(
 async def test_weights_that_cannot_be_staged_do_not_change_the_engine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    client = Client()
-    engine = engine_of(client, monkeypatch)
+    client = FakeClient()
+    engine = make_engine(client, monkeypatch)
     monkeypatch.setattr(weight_staging, "staging_folders", lambda: (tmp_path / "missing",))
     with pytest.raises(WeightError, match="TMPDIR"):
         await update(engine)
     monkeypatch.setattr(weight_staging, "staging_folders", lambda: (tmp_path,))
-    monkeypatch.setattr(engine_module, "write_bundle", _full_disk)
+    monkeypatch.setattr(engine_module, "write_bundle", _raise_full_disk)
     with pytest.raises(WeightError, match=r"No space left.*TMPDIR"):
         await update(engine)
     assert list(tmp_path.iterdir()) == []  # noqa: ASYNC240
@@ -294,15 +294,15 @@ async def test_weights_that_cannot_be_staged_do_not_change_the_engine(
     await engine.close()
 
 
-def _full_disk(*arguments: Any) -> None:
+def _raise_full_disk(*arguments: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
 async def test_the_staged_file_exists_for_the_workers_and_is_removed_afterwards(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    client = Client()
-    engine = engine_of(client, monkeypatch)
+    client = FakeClient()
+    engine = make_engine(client, monkeypatch)
     monkeypatch.setattr(weight_staging, "staging_folders", lambda: (tmp_path,))
     assert await update(engine) == fingerprint(MODEL.named_parameters())
     assert (client.files, list(tmp_path.iterdir())) == ([True, True], [])  # noqa: ASYNC240
@@ -312,13 +312,13 @@ async def test_the_staged_file_exists_for_the_workers_and_is_removed_afterwards(
 def test_only_folders_of_ended_processes_are_removed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    gone = subprocess.run(
+    ended_process = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"],
         capture_output=True,
         text=True,
         check=True,
     )
-    dead = tmp_path / f"rollick-vllm-{int(gone.stdout)}-abc"
+    dead = tmp_path / f"rollick-vllm-{int(ended_process.stdout)}-abc"
     other = tmp_path / "rollick-vllm-x-abc"
     for folder in (dead, other):
         folder.mkdir()
@@ -328,7 +328,7 @@ def test_only_folders_of_ended_processes_are_removed(
         used = Path(path).parent
         remove_leftovers()
         assert sorted(tmp_path.iterdir()) == sorted([used, other])
-        # As if its process were in another container: only the lock shows that it is in use.
+        # As for a process in another container: only the lock shows that the folder is in use.
         monkeypatch.setattr(weight_staging, "process_exists", lambda process: False)
         remove_leftovers()
         assert used.exists()

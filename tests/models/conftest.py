@@ -1,4 +1,4 @@
-"""One thread: these tests are tiny, and threads that wait for each other cost most of the time."""
+"""Runs these tests with one torch thread: on tiny tensors, threads cost more than they save."""
 
 from __future__ import annotations
 

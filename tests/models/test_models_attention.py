@@ -40,8 +40,8 @@ DECODERS = {
 LENGTHS = [4, 7, 4, 1, 7]
 
 
-def two_views(config: PretrainedConfig) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """One set of float64 weights under packed attention and under transformers' own."""
+def make_packed_and_plain(config: PretrainedConfig) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Two models with shared float64 weights: with packed attention and with transformers' own."""
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double().eval()
     packed = empty_model(plain.config, attention=VARLEN)
@@ -49,7 +49,9 @@ def two_views(config: PretrainedConfig) -> tuple[torch.nn.Module, torch.nn.Modul
     return packed.requires_grad_(), plain
 
 
-def packed_logits(model: torch.nn.Module, ids: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+def compute_packed_logits(
+    model: torch.nn.Module, ids: torch.Tensor, layout: PackedLayout
+) -> torch.Tensor:
     return model(
         input_ids=ids[None],
         position_ids=layout.position_ids_N[None],
@@ -61,19 +63,19 @@ def packed_logits(model: torch.nn.Module, ids: torch.Tensor, layout: PackedLayou
 @pytest.mark.parametrize("per_sequence", [False, True])
 @pytest.mark.parametrize("name", DECODERS)
 def test_packed_sequences_give_what_each_gives_alone(name: str, per_sequence: bool):
-    packed, plain = two_views(DECODERS[name])
+    packed, plain = make_packed_and_plain(DECODERS[name])
     ids = torch.arange(sum(LENGTHS)) * 7 % SIZES["vocab_size"]
     layout = PackedLayout.of(LENGTHS, per_sequence=per_sequence)
     weight = torch.linspace(-1, 1, sum(LENGTHS) * 23, dtype=torch.float64).view(-1, 23)
 
-    together = packed_logits(packed, ids, layout)
-    alone = torch.cat([plain(part[None]).logits[0] for part in ids.split(LENGTHS)])
-    torch.testing.assert_close(together, alone, rtol=0, atol=1e-10)
+    packed_logits = compute_packed_logits(packed, ids, layout)
+    single_logits = torch.cat([plain(part[None]).logits[0] for part in ids.split(LENGTHS)])
+    torch.testing.assert_close(packed_logits, single_logits, rtol=0, atol=1e-10)
 
-    (together * weight).sum().backward()
-    (alone * weight).sum().backward()
-    for ours, theirs in zip(packed.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-10)
+    (packed_logits * weight).sum().backward()
+    (single_logits * weight).sum().backward()
+    for computed, reference in zip(packed.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(computed.grad, reference.grad, rtol=1e-10, atol=1e-10)
 
 
 def test_equal_lengths_make_one_kernel_call():
@@ -103,25 +105,25 @@ def test_an_empty_sequence_has_no_layout():
         PackedLayout.of([2, 0])
 
 
-def _by_hand(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: AttentionOptions
+def _attend_by_hand(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: AttentionOptions
 ) -> torch.Tensor:
-    """[count * length, H, D], one head and one query at a time."""
+    """Attention outputs [count * length, H, D], computed for one head and one query at a time."""
     count, heads, length, _ = query.shape
     earlier, group = key.shape[2] - length, heads // key.shape[1]
     rows: list[torch.Tensor] = []
     for n in range(count):
         for q in range(length):
             stop = earlier + q + 1
-            start = 0 if how.window is None else max(0, stop - how.window)
+            start = 0 if settings.window is None else max(0, stop - settings.window)
             for h in range(heads):
-                scores = key[n, h // group, start:stop] @ query[n, h, q] * how.scale
-                if how.softcap is not None:
-                    scores = how.softcap * torch.tanh(scores / how.softcap)
+                scores = key[n, h // group, start:stop] @ query[n, h, q] * settings.scale
+                if settings.softcap is not None:
+                    scores = settings.softcap * torch.tanh(scores / settings.softcap)
                 weights = scores.exp()
                 total = weights.sum()
-                if how.sinks_H is not None:
-                    total = total + how.sinks_H[h].exp()
+                if settings.sinks_H is not None:
+                    total = total + settings.sinks_H[h].exp()
                 rows.append((weights / total) @ value[n, h // group, start:stop])
     return torch.stack(rows).view(count * length, heads, -1)
 
@@ -135,12 +137,12 @@ def test_soft_caps_and_sinks_attend_by_their_definition(
     monkeypatch.setattr(causal, "EXPLICIT_QUERIES", 3)
     torch.manual_seed(0)
     sizes = {"query": (2, 4, 7), "key": (2, 2, earlier + 7), "value": (2, 2, earlier + 7)}
-    given = [torch.randn(*size, 5, dtype=torch.float64).requires_grad_() for size in sizes.values()]
+    qkv = [torch.randn(*size, 5, dtype=torch.float64).requires_grad_() for size in sizes.values()]
     sinks = torch.randn(4, dtype=torch.float64).requires_grad_() if with_sinks else None
-    how = AttentionOptions(0.9, window, softcap=0.8, sinks_H=sinks)
-    ours, expected = attend_causal(*given, how), _by_hand(*given, how)
-    torch.testing.assert_close(ours, expected)
-    leaves = [*given, *([] if sinks is None else [sinks])]
+    settings = AttentionOptions(0.9, window, softcap=0.8, sinks_H=sinks)
+    computed, expected = attend_causal(*qkv, settings), _attend_by_hand(*qkv, settings)
+    torch.testing.assert_close(computed, expected)
+    leaves = [*qkv, *([] if sinks is None else [sinks])]
     weight = torch.randn_like(expected)
-    actual = torch.autograd.grad((ours * weight).sum(), leaves)
+    actual = torch.autograd.grad((computed * weight).sum(), leaves)
     torch.testing.assert_close(actual, torch.autograd.grad((expected * weight).sum(), leaves))

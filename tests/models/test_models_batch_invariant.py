@@ -1,4 +1,4 @@
-"""One arithmetic for engine and learner: a row's bits follow from the row alone."""
+"""Batch-invariant kernels: the bits of a row depend on that row alone, in engine and learner."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rollick.models.decoder.batch_invariant import (
 from rollick.models.loading.load import empty_model, share_parameters
 from rollick.testing.tiny import tiny_model
 
-# Of the interpreter.
+# A warning of Triton's interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -48,12 +48,12 @@ def _products_row_by_row(kernel_device: str, monkeypatch: pytest.MonkeyPatch) ->
 
     matmul = np.matmul
 
-    def by_row(a: Any, b: Any, dtype: Any) -> Any:
+    def matmul_by_row(a: Any, b: Any, dtype: Any) -> Any:
         wide = b.astype(np.float64)
         rows = [matmul(row[None].astype(np.float64), wide) for row in a]
         return np.concatenate(rows).astype(dtype)
 
-    numpy: Any = SimpleNamespace(**{**vars(np), "matmul": by_row})
+    numpy: Any = SimpleNamespace(**{**vars(np), "matmul": matmul_by_row})
     monkeypatch.setattr(interpreter, "np", numpy)
 
 
@@ -98,7 +98,7 @@ def test_a_decoded_token_attends_with_the_same_bits_as_in_a_full_sequence(
     pages = 1 + -(-length // PAGE)
     cache = torch.zeros(2, pages, KV_HEADS, PAGE, DIM, device=kernel_device)
     step = plan.step(prefill_queries(HEADS // KV_HEADS), kernels=True)
-    filled = PagedPrefill(
+    prefill = PagedPrefill(
         step.table_BP + 1,
         step.position_N,
         step.page_N + 1,
@@ -106,29 +106,31 @@ def test_a_decoded_token_attends_with_the_same_bits_as_in_a_full_sequence(
         step.tiles_T4,
         kernels=True,
     )
-    band = NO_WINDOW if window is None else window
-    given = QkvHeads(query, key, value, DIM**-0.5, band)
-    full = filled.attend(given, (cache[0], cache[1]))
-    table = filled.table_BP
-    for place in (0, 31, 32, 69):
-        alone = QkvHeads(*(x[:, place : place + 1] for x in given[:3]), DIM**-0.5, band)
-        decode = PagedDecode(
-            table, torch.tensor([place + 1], device=kernel_device), batch_invariant=True
+    window_size = NO_WINDOW if window is None else window
+    qkv_heads = QkvHeads(query, key, value, DIM**-0.5, window_size)
+    full = prefill.attend(qkv_heads, (cache[0], cache[1]))
+    table = prefill.table_BP
+    for position in (0, 31, 32, 69):
+        alone = QkvHeads(
+            *(x[:, position : position + 1] for x in qkv_heads[:3]), DIM**-0.5, window_size
         )
-        assert torch.equal(decode.attend(alone, (cache[0], cache[1]))[0], full[place])
-    in_pages = cache[:, 1:].contiguous()
-    again = launch_prefill(
+        decode = PagedDecode(
+            table, torch.tensor([position + 1], device=kernel_device), batch_invariant=True
+        )
+        assert torch.equal(decode.attend(alone, (cache[0], cache[1]))[0], full[position])
+    filled_pages = cache[:, 1:].contiguous()
+    relaunched = launch_prefill(
         query,
-        (in_pages[0], in_pages[1]),
+        (filled_pages[0], filled_pages[1]),
         table=step.table_BP,
         tiles=step.tiles_T4,
-        qkv=given,
+        qkv=qkv_heads,
     )
-    assert torch.equal(again, full)
+    assert torch.equal(relaunched, full)
 
 
 def test_packed_sequences_attend_in_pages_as_they_do_in_place():
-    """Also those that continue another one, and backward."""
+    """Includes sequences that continue another one, and the backward."""
     lengths, parents = [40, 7, 33, 1], [-1, 0, 0, -1]
     torch.manual_seed(0)
     packed = tuple(
@@ -188,8 +190,8 @@ def test_attention_in_pages_needs_no_gradient_to_run():
     packed = tuple(torch.randn(1, count, 5, DIM) for count in (HEADS, KV_HEADS, KV_HEADS))
     plan = PagePlan([5], [[]], device="cpu")
 
-    def never(*_: torch.Tensor) -> torch.Tensor:
+    def raise_if_called(*_: torch.Tensor) -> torch.Tensor:
         raise AssertionError("only a backward needs plain attention")
 
-    output = attend_batch_invariant(packed, plan, PLAIN, reference=never)
+    output = attend_batch_invariant(packed, plan, PLAIN, reference=raise_if_called)
     assert output.shape == (5, HEADS, DIM)

@@ -1,4 +1,4 @@
-"""Whether bfloat16 works is found in a child process, once per boot."""
+"""A child process tests whether bfloat16 works, once per boot."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from rollick.models.bf16_probe import LIMITED_ISA, cache_folder, probe_bf16, safe_environment
 
-DIES = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
+CRASH = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
 
 
 @pytest.fixture(autouse=True)
@@ -20,19 +20,19 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_probe_that_dies_of_an_illegal_instruction_is_a_no_and_is_cached():
-    assert probe_bf16(trial=DIES) is False
+    assert probe_bf16(trial=CRASH) is False
     assert probe_bf16(trial="pass") is False
 
 
 def test_a_probe_that_succeeds_is_a_yes_and_is_cached():
     assert probe_bf16(trial="pass") is True
-    assert probe_bf16(trial=DIES) is True
+    assert probe_bf16(trial=CRASH) is True
 
 
 def test_where_bfloat16_crashes_workers_get_a_setting_with_a_log_message(
     caplog: pytest.LogCaptureFixture,
 ):
-    probe_bf16(trial=DIES)
+    probe_bf16(trial=CRASH)
     assert safe_environment() == LIMITED_ISA
     assert "bfloat16 products crash on this CPU" in caplog.text
 
@@ -44,7 +44,7 @@ def test_where_bfloat16_works_nothing_is_set(caplog: pytest.LogCaptureFixture):
 
 
 def test_a_setting_of_the_users_own_is_kept(monkeypatch: pytest.MonkeyPatch):
-    probe_bf16(trial=DIES)
+    probe_bf16(trial=CRASH)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     assert safe_environment() == {}
 

@@ -34,7 +34,7 @@ RECORDED: dict[str, dict[str, list[str]]] = json.loads(RESULTS.read_text("utf-8"
 
 pytestmark = [
     pytest.mark.timeout(120),
-    # Of slower implementations that some families fall back to.
+    # Warnings about slower implementations that some families fall back to.
     pytest.mark.filterwarnings("ignore::UserWarning:transformers"),
 ]
 
@@ -61,7 +61,7 @@ def test_a_family_is_exact_or_refused_at_load_as_in_the_table(family: str, tmp_p
     }
     cleaned = {name: reason_only(verdict, folder) for name, verdict in actual.items()}
     assert cleaned == {name: Verdict(*RECORDED[family][name]) for name in actual}
-    # The GPU's runner, with the references of its kernels.
+    # The runner of the GPU engine, with the reference implementations of its kernels.
     assert judge_paged(folder, reference).result in ("exact", "refused")
 
 
@@ -115,17 +115,17 @@ class _WithoutPositions(nn.Module):
 
 def test_a_model_of_unknown_code_is_probed_and_refused_with_what_differs():
     """The family is known, but the class is not transformers'."""
-    known = type(tiny_family("llama"))
+    llama_class = type(tiny_family("llama"))
     model: Any = tiny_family("llama", attention=VARLEN)
     model.model = _WithoutPositions(model.model)
-    check_learner(model, max_length=64)  # a class of transformers is trusted
-    model.__class__ = type("MyModel", (known,), {"__module__": "my_code"})
+    check_learner(model, max_length=64)  # the class of transformers is not probed
+    model.__class__ = type("MyModel", (llama_class,), {"__module__": "my_code"})
     with pytest.raises(ModelError, match=r"cannot compute MyModel .* two sequences in one pack"):
         check_learner(model, max_length=64)
 
 
 class _LocalDecoder(nn.Module):
-    """Attends to a window in its own forward, by a mask that it builds for no other."""
+    """Applies a window by a mask, which it builds only for eager attention."""
 
     def __init__(self, decoder: nn.Module, config: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The fingerprint: equal exactly where names, dtypes, shapes and bytes are equal."""
+"""The fingerprint: equal if and only if names, dtypes, shapes and bytes are equal."""
 
 from __future__ import annotations
 
@@ -36,27 +36,29 @@ def random_bytes(size: int) -> Tensor:
     return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
 
 
-def of(tensor: Tensor) -> str:
+def fingerprint_tensor(tensor: Tensor) -> str:
     return fingerprint([("a", tensor)])
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_copy_has_the_same_fingerprint_and_every_flipped_bit_changes_it(size: int) -> None:
     data = random_bytes(size)
-    first = of(data)
-    assert of(data.clone()) == first
-    for place in sorted({0, size // 2, size - 1} - {-1}):
+    first = fingerprint_tensor(data)
+    assert fingerprint_tensor(data.clone()) == first
+    for index in sorted({0, size // 2, size - 1} - {-1}):
         if size == 0:
             continue
         changed = data.clone()
-        changed[place] ^= 1 << place % 8
-        assert of(changed) != first
+        changed[index] ^= 1 << index % 8
+        assert fingerprint_tensor(changed) != first
 
 
 @pytest.mark.parametrize("longer", [1, 8, ROW_BYTES])
 def test_zeros_at_the_end_count(longer: int) -> None:
     data = random_bytes(PIECE_BYTES + 100)
-    assert of(torch.cat([data, torch.zeros(longer, dtype=torch.uint8)])) != of(data)
+    assert fingerprint_tensor(
+        torch.cat([data, torch.zeros(longer, dtype=torch.uint8)])
+    ) != fingerprint_tensor(data)
 
 
 def flip_signs_in_a_column(words: Tensor) -> None:
@@ -106,9 +108,9 @@ def blank_a_part(words: Tensor) -> None:
 )
 def test_damage_that_simple_sums_would_miss_is_found(damage: Callable[[Tensor], None]) -> None:
     data = random_bytes(LARGE // 8 * 8)
-    first = of(data)
+    first = fingerprint_tensor(data)
     damage(data.view(torch.int64))
-    assert of(data) != first
+    assert fingerprint_tensor(data) != first
 
 
 def test_a_stream_gives_the_same_as_a_list_and_threads_change_nothing() -> None:
@@ -128,26 +130,26 @@ def test_a_stream_gives_the_same_as_a_list_and_threads_change_nothing() -> None:
 def test_every_byte_is_copied_in_transit(size: int) -> None:
     data = random_bytes(size)
     target = torch.zeros_like(data)
-    assert copy_and_fingerprint([("a", data)], [target]) == of(data)
+    assert copy_and_fingerprint([("a", data)], [target]) == fingerprint_tensor(data)
     assert torch.equal(target, data)
 
 
 def test_a_view_at_an_odd_address_has_the_fingerprint_of_its_values() -> None:
     data = random_bytes(ROW_BYTES + 3)
-    assert of(data[3:]) == of(data[3:].clone())
+    assert fingerprint_tensor(data[3:]) == fingerprint_tensor(data[3:].clone())
     halves = torch.arange(30_001, dtype=torch.float32).bfloat16()
-    assert of(halves[1:]) == of(halves[1:].clone())
+    assert fingerprint_tensor(halves[1:]) == fingerprint_tensor(halves[1:].clone())
 
 
-def same_by_cpu_and_gpu(tensors: list[Tensor]) -> bool:
-    here = [module._Source(b"", tensor.cpu(), None) for tensor in tensors]  # pyright: ignore
-    there = [module._Source(b"", tensor, None) for tensor in tensors]  # pyright: ignore
-    return list(module._sum_on_gpu(there)) == list(module._sum_on_cpu(here))  # pyright: ignore
+def is_equal_on_cpu_and_gpu(tensors: list[Tensor]) -> bool:
+    on_cpu = [module._Source(b"", tensor.cpu(), None) for tensor in tensors]  # pyright: ignore
+    on_gpu = [module._Source(b"", tensor, None) for tensor in tensors]  # pyright: ignore
+    return list(module._sum_on_gpu(on_gpu)) == list(module._sum_on_cpu(on_cpu))  # pyright: ignore
 
 
 @pytest.mark.parametrize("size", [*SIZES[3:], LARGE])
 def test_the_gpu_path_gives_the_same_fingerprint(size: int) -> None:
-    assert same_by_cpu_and_gpu([random_bytes(size)])
+    assert is_equal_on_cpu_and_gpu([random_bytes(size)])
 
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
@@ -157,6 +159,6 @@ def test_the_kernel_sums_all_tensors_at_once_wherever_they_begin_and_end(
     monkeypatch.setattr(module, "KERNEL_BYTES", 1)
     sizes = [*SIZES, LARGE, 3 * ROW_BYTES - 8, 17 * ROW_BYTES + 16]
     full = [random_bytes(size).to(kernel_device) for size in sizes]
-    moved = [random_bytes(LARGE).to(kernel_device)[start:] for start in (1, 8, 16)]
-    assert same_by_cpu_and_gpu([*full, *moved])
-    assert same_by_cpu_and_gpu(full[-1:])
+    offset_views = [random_bytes(LARGE).to(kernel_device)[start:] for start in (1, 8, 16)]
+    assert is_equal_on_cpu_and_gpu([*full, *offset_views])
+    assert is_equal_on_cpu_and_gpu(full[-1:])

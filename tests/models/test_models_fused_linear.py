@@ -1,4 +1,4 @@
-"""Linear layers as one product: the same parameters, the same results."""
+"""Linear layers that are fused into one product: the same parameters and results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollick.testing.tiny import tiny_model
 IDS = torch.tensor([[1, 5, 6, 7, 8]])
 
 
-def _sharing(model: Any) -> Any:
+def _make_sharing_model(model: Any) -> Any:
     module = empty_model(model.config, attention="sdpa")
     share_parameters(module, model)
     return module
@@ -36,7 +36,7 @@ def test_fused_storage_changes_neither_values_nor_names():
 def test_siblings_with_adjacent_weights_compute_what_they_computed_alone():
     model = tiny_model(32).eval()
     fuse_storage(model)
-    engine = _sharing(model)
+    engine = _make_sharing_model(model)
     assert fuse_linears(engine) == 2 * len(model.model.layers)
     with torch.no_grad():
         torch.testing.assert_close(engine(IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-6)
@@ -45,7 +45,7 @@ def test_siblings_with_adjacent_weights_compute_what_they_computed_alone():
 def test_an_optimizer_that_writes_the_owners_parameters_writes_the_product():
     model = tiny_model(32)
     fuse_storage(model)
-    engine = _sharing(model)
+    engine = _make_sharing_model(model)
     fuse_linears(engine)
     with torch.no_grad():
         before = engine(IDS).logits
@@ -60,7 +60,7 @@ def test_an_optimizer_that_writes_the_owners_parameters_writes_the_product():
 
 def test_weights_that_are_not_adjacent_are_not_fused():
     model = tiny_model(32).eval()
-    engine = _sharing(model)
+    engine = _make_sharing_model(model)
     assert fuse_linears(engine) == 0
     assert type(engine.model.layers[0].self_attn.q_proj) is nn.Linear
 
@@ -101,7 +101,7 @@ def test_biases_are_fused_too():
     assert fuse_linears(block) == 1
     torch.testing.assert_close(block.gate_proj(row), expected[0])
     torch.testing.assert_close(block.up_proj(row), expected[1])
-    # In the other order, and twice the same one.
+    # In the other order, and one layer twice.
     torch.testing.assert_close(block.up_proj(row), expected[1])
     torch.testing.assert_close(block.up_proj(row), expected[1])
     torch.testing.assert_close(block.gate_proj(row), expected[0])
@@ -140,6 +140,6 @@ def test_a_fused_model_is_saved_and_loaded_like_any_other(tmp_path: Path):
     model = tiny_model(32)
     fuse_storage(model)
     model.save_pretrained(tmp_path)
-    again: Any = type(model).from_pretrained(tmp_path)
+    loaded: Any = type(model).from_pretrained(tmp_path)
     for name, value in model.state_dict().items():
-        assert torch.equal(again.state_dict()[name], value)
+        assert torch.equal(loaded.state_dict()[name], value)

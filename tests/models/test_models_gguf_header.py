@@ -41,7 +41,7 @@ def value(content: Any) -> bytes:
     return struct.pack("<II", 4, content)
 
 
-def header(values: dict[str, Any], tensors: list[str]) -> bytes:
+def make_header(values: dict[str, Any], tensors: list[str]) -> bytes:
     pairs = b"".join(text(key) + value(content) for key, content in values.items())
     infos = b"".join(text(name) + struct.pack("<IQQIQ", 2, 8, 100, 0, 0) for name in tensors)
     return b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(values)) + pairs + infos
@@ -55,7 +55,7 @@ def file(tmp_path: Path) -> Path:
         **SIZES,
     }
     file = tmp_path / "tiny.gguf"
-    file.write_bytes(header(values, ["token_embd.weight", "output_norm.weight"]))
+    file.write_bytes(make_header(values, ["token_embd.weight", "output_norm.weight"]))
     return file
 
 
@@ -71,7 +71,7 @@ def test_the_shape_of_a_gguf_file_is_read_without_converting_it(
 def test_a_head_of_its_own_is_found_among_the_tensors(tmp_path: Path):
     file = tmp_path / "untied.gguf"
     values = {"general.architecture": "qwen3", "qwen3.vocab_size": 100, **SIZES}
-    file.write_bytes(header(values, ["token_embd.weight", "output.weight"]))
+    file.write_bytes(make_header(values, ["token_embd.weight", "output.weight"]))
     assert read_gguf_config(file)["tie_word_embeddings"] is False
 
 

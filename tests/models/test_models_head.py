@@ -1,4 +1,4 @@
-"""Log-probs of the head: by hand, by gradient check, and within their memory."""
+"""Log-probs of the output head: values, gradients and memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from rollick.models.head.logprobs import (
 from rollick.testing.tiny import tiny_model
 
 
-def inputs(rows: int = 5, size: int = 3, vocabulary: int = 7, dtype: torch.dtype = torch.float64):
+def make_inputs(
+    rows: int = 5, size: int = 3, vocabulary: int = 7, dtype: torch.dtype = torch.float64
+):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(rows, size, generator=generator, dtype=dtype).requires_grad_()
     weight = torch.randn(vocabulary, size, generator=generator, dtype=dtype).requires_grad_()
@@ -34,7 +36,7 @@ def inputs(rows: int = 5, size: int = 3, vocabulary: int = 7, dtype: torch.dtype
     return hidden, weight, targets, temperature
 
 
-def bias_of(vocabulary: int) -> torch.Tensor:
+def make_bias(vocabulary: int) -> torch.Tensor:
     return torch.linspace(-1, 1, vocabulary, dtype=torch.float64).requires_grad_()
 
 
@@ -44,7 +46,7 @@ def dense_logprobs(
     temperature: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """All [T, V] at once, by torch's own differentiation."""
+    """All log-probs [T, V] at once, differentiated by autograd."""
     logits = torch.nn.functional.linear(hidden, weight, bias)
     return torch.log_softmax(logits / temperature[:, None], dim=-1)
 
@@ -77,9 +79,9 @@ def test_the_temperature_divides_the_logits():
 def test_gradients_of_log_probs_and_entropy_are_those_of_finite_differences(
     chunk: int, batch_invariant: bool
 ):
-    hidden, weight, targets, temperature = inputs()
+    hidden, weight, targets, temperature = make_inputs()
 
-    def of(
+    def differentiable(
         hidden_TD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return token_logprobs(
@@ -91,7 +93,7 @@ def test_gradients_of_log_probs_and_entropy_are_those_of_finite_differences(
             batch_invariant=batch_invariant,
         )
 
-    assert torch.autograd.gradcheck(of, (hidden, weight, bias_of(7)))
+    assert torch.autograd.gradcheck(differentiable, (hidden, weight, make_bias(7)))
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 100])
@@ -99,10 +101,12 @@ def test_gradients_of_log_probs_and_entropy_are_those_of_finite_differences(
 def test_gradients_of_chosen_log_probs_are_those_of_finite_differences(
     chunk: int, batch_invariant: bool
 ):
-    hidden, weight, _, temperature = inputs()
+    hidden, weight, _, temperature = make_inputs()
     ids = torch.tensor([[0, 3, 6], [1, 1, 2], [5, 4, 5], [6, 6, 6], [2, 0, 1]])
 
-    def of(hidden_TD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor) -> torch.Tensor:
+    def differentiable(
+        hidden_TD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor
+    ) -> torch.Tensor:
         return chosen_logprobs(
             hidden_TD,
             OutputHead(weight_VD, bias_V),
@@ -112,7 +116,7 @@ def test_gradients_of_chosen_log_probs_are_those_of_finite_differences(
             batch_invariant=batch_invariant,
         )
 
-    assert torch.autograd.gradcheck(of, (hidden, weight, bias_of(7)))
+    assert torch.autograd.gradcheck(differentiable, (hidden, weight, make_bias(7)))
 
 
 def test_the_gradient_of_the_entropy_by_hand():
@@ -133,20 +137,21 @@ def test_the_gradient_of_the_entropy_by_hand():
 def test_log_probs_entropy_and_their_gradients_are_those_of_the_dense_formula(
     rows: int, with_bias: bool
 ):
-    hidden, weight, targets, temperature = inputs(rows=rows)
-    bias = bias_of(7) if with_bias else None
-    of = [part for part in (hidden, weight, bias) if part is not None]
+    hidden, weight, targets, temperature = make_inputs(rows=rows)
+    bias = make_bias(7) if with_bias else None
+    differentiable = [part for part in (hidden, weight, bias) if part is not None]
     logprobs, entropy = token_logprobs(
         hidden, OutputHead(weight, bias), targets, temperature, chunk=4
     )
-    every = dense_logprobs(hidden, weight, temperature, bias)
-    expected = every.gather(1, targets[:, None])[:, 0]
+    all_logprobs = dense_logprobs(hidden, weight, temperature, bias)
+    expected = all_logprobs.gather(1, targets[:, None])[:, 0]
     torch.testing.assert_close(logprobs, expected)
-    torch.testing.assert_close(entropy, dense_entropy(every))
-    # Not linear in either, so that every row has gradients of its own for both.
-    grads = torch.autograd.grad((logprobs.exp() * entropy).sum(), of)
+    torch.testing.assert_close(entropy, dense_entropy(all_logprobs))
+    # Nonlinear in both, so that the gradients differ between rows.
+    grads = torch.autograd.grad((logprobs.exp() * entropy).sum(), differentiable)
     torch.testing.assert_close(
-        grads, torch.autograd.grad((expected.exp() * dense_entropy(every)).sum(), of)
+        grads,
+        torch.autograd.grad((expected.exp() * dense_entropy(all_logprobs)).sum(), differentiable),
     )
 
 
@@ -164,20 +169,22 @@ CHOICES: dict[str, Callable[[int], torch.Tensor]] = {
 def test_chosen_log_probs_and_their_gradients_are_those_of_the_dense_formula(
     choice: str, rows: int, with_bias: bool
 ):
-    hidden, weight, _, temperature = inputs(rows=rows)
+    hidden, weight, _, temperature = make_inputs(rows=rows)
     ids = CHOICES[choice](rows)
-    bias = bias_of(7) if with_bias else None
-    of = [part for part in (hidden, weight, bias) if part is not None]
+    bias = make_bias(7) if with_bias else None
+    differentiable = [part for part in (hidden, weight, bias) if part is not None]
     chosen = chosen_logprobs(hidden, OutputHead(weight, bias), ids, temperature, chunk=4)
     expected = dense_logprobs(hidden, weight, temperature, bias).gather(1, ids)
     torch.testing.assert_close(chosen, expected)
     uneven = torch.linspace(-1, 2, ids.numel(), dtype=torch.float64).view(ids.shape)
-    grads = torch.autograd.grad((chosen * uneven).sum(), of)
-    torch.testing.assert_close(grads, torch.autograd.grad((expected * uneven).sum(), of))
+    grads = torch.autograd.grad((chosen * uneven).sum(), differentiable)
+    torch.testing.assert_close(
+        grads, torch.autograd.grad((expected * uneven).sum(), differentiable)
+    )
 
 
 def test_one_chosen_token_a_row_is_its_target_bit_for_bit():
-    hidden, weight, targets, temperature = inputs(rows=40, dtype=torch.float32)
+    hidden, weight, targets, temperature = make_inputs(rows=40, dtype=torch.float32)
     logprobs, _ = token_logprobs(hidden, OutputHead(weight), targets, temperature, chunk=16)
     chosen = chosen_logprobs(hidden, OutputHead(weight), targets[:, None], temperature, chunk=16)
     assert torch.equal(chosen[:, 0], logprobs)
@@ -204,9 +211,9 @@ def test_the_most_likely_tokens_by_hand():
 def test_the_most_likely_tokens_are_those_of_the_dense_formula(
     k: int, rows: int, batch_invariant: bool, with_bias: bool
 ):
-    hidden, weight, _, temperature = inputs(rows=rows)
-    bias = bias_of(7) if with_bias else None
-    expected, where = dense_logprobs(hidden, weight, temperature, bias).detach().topk(k)
+    hidden, weight, _, temperature = make_inputs(rows=rows)
+    bias = make_bias(7) if with_bias else None
+    expected, expected_ids = dense_logprobs(hidden, weight, temperature, bias).detach().topk(k)
     for chunk in (1, 4, 100):
         ids, logprobs = top_logprobs(
             hidden,
@@ -217,13 +224,13 @@ def test_the_most_likely_tokens_are_those_of_the_dense_formula(
             batch_invariant=batch_invariant,
         )
         assert ids.dtype is torch.int64
-        assert torch.equal(ids, where)
+        assert torch.equal(ids, expected_ids)
         torch.testing.assert_close(logprobs, expected)
         assert not logprobs.requires_grad
 
 
 def test_a_student_at_its_own_most_likely_tokens_has_their_log_probs():
-    hidden, weight, _, temperature = inputs(rows=9)
+    hidden, weight, _, temperature = make_inputs(rows=9)
     ids, logprobs = top_logprobs(hidden, OutputHead(weight), temperature, k=4, chunk=4)
     assert torch.equal(
         chosen_logprobs(hidden, OutputHead(weight), ids, temperature, chunk=4), logprobs
@@ -232,16 +239,16 @@ def test_a_student_at_its_own_most_likely_tokens_has_their_log_probs():
 
 @pytest.mark.parametrize("k", [0, 8])
 def test_more_tokens_than_the_vocabulary_has_and_none_are_refused(k: int):
-    hidden, weight, _, temperature = inputs()
+    hidden, weight, _, temperature = make_inputs()
     with pytest.raises(ModelError, match=f"{k} likeliest tokens of a vocabulary of 7"):
         top_logprobs(hidden, OutputHead(weight), temperature, k=k, chunk=4)
 
 
 def test_the_chunk_does_not_change_results_and_gradients():
-    hidden, weight, targets, temperature = inputs(rows=11)
+    hidden, weight, targets, temperature = make_inputs(rows=11)
     ids = torch.stack([targets, targets.flip(0)], dim=1)
 
-    def results(chunk: int) -> list[torch.Tensor]:
+    def compute_results(chunk: int) -> list[torch.Tensor]:
         logprobs, entropy = token_logprobs(
             hidden, OutputHead(weight), targets, temperature, chunk=chunk
         )
@@ -250,11 +257,11 @@ def test_the_chunk_does_not_change_results_and_gradients():
         return [logprobs, entropy, chosen, *torch.autograd.grad(total, (hidden, weight))]
 
     for chunk in (1, 3, 64):
-        torch.testing.assert_close(results(chunk), results(11), rtol=0, atol=1e-12)
+        torch.testing.assert_close(compute_results(chunk), compute_results(11), rtol=0, atol=1e-12)
 
 
 def test_an_entropy_with_weight_zero_keeps_the_bits_of_the_gradient():
-    hidden, weight, targets, temperature = inputs(rows=40, dtype=torch.float32)
+    hidden, weight, targets, temperature = make_inputs(rows=40, dtype=torch.float32)
     logprobs, entropy = token_logprobs(hidden, OutputHead(weight), targets, temperature, chunk=16)
     unused = torch.autograd.grad(logprobs.exp().sum(), (hidden, weight), retain_graph=True)
     zero = torch.autograd.grad(logprobs.exp().sum() + 0 * entropy.sum(), (hidden, weight))
@@ -265,19 +272,19 @@ def test_an_entropy_with_weight_zero_keeps_the_bits_of_the_gradient():
 def test_an_unused_entropy_adds_no_work_on_logits_to_the_backward():
     rows, vocabulary = 5, 7
 
-    def on_logits(what: str) -> list[str]:
-        loss = losses(rows, vocabulary, chunk=100)[what]()
-        with Made() as seen:
+    def list_logits_operations(what: str) -> list[str]:
+        loss = make_losses(rows, vocabulary, chunk=100)[what]()
+        with TensorRecorder() as recorder:
             loss.backward()
-        return [name for name, elements in seen.tensors if elements == rows * vocabulary]
+        return [name for name, elements in recorder.tensors if elements == rows * vocabulary]
 
     # chosen_logprobs has no entropy at all.
-    assert on_logits("logprobs") == on_logits("chosen") != []
-    assert len(on_logits("both")) > len(on_logits("logprobs"))
+    assert list_logits_operations("logprobs") == list_logits_operations("chosen") != []
+    assert len(list_logits_operations("both")) > len(list_logits_operations("logprobs"))
 
 
 def test_half_precision_models_have_float32_log_probs_and_gradients_of_their_own_dtype():
-    hidden, weight, targets, temperature = inputs(rows=40, size=8)
+    hidden, weight, targets, temperature = make_inputs(rows=40, size=8)
     exact = dense_logprobs(hidden.bfloat16().double(), weight.bfloat16().double(), temperature)
     half, half_weight = (part.detach().bfloat16().requires_grad_() for part in (hidden, weight))
     logprobs, entropy = token_logprobs(
@@ -304,40 +311,42 @@ def test_half_precision_models_have_float32_log_probs_and_gradients_of_their_own
         torch.testing.assert_close(grad.double(), expected, rtol=0.02, atol=0.1)
 
 
-class Made(TorchDispatchMode):
-    """(operation, elements) of every tensor that any operation makes, backward included."""
+class TensorRecorder(TorchDispatchMode):
+    """Records (operation, elements) of every tensor that an operation creates, also in backward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tensors: list[tuple[str, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, (tuple, list)) else [made]:
+        created = func(*args, **(kwargs or {}))
+        for tensor in created if isinstance(created, (tuple, list)) else [created]:
             if isinstance(tensor, torch.Tensor):
                 self.tensors.append((str(func), tensor.numel()))
-        return made
+        return created
 
     @property
     def largest(self) -> int:
         return max(elements for _, elements in self.tensors)
 
 
-def losses(rows: int, vocabulary: int, **how: Any) -> dict[str, Callable[[], torch.Tensor]]:
-    hidden, weight, targets, temperature = inputs(rows=rows, size=4, vocabulary=vocabulary)
+def make_losses(
+    rows: int, vocabulary: int, **settings: Any
+) -> dict[str, Callable[[], torch.Tensor]]:
+    hidden, weight, targets, temperature = make_inputs(rows=rows, size=4, vocabulary=vocabulary)
     ids = torch.stack([targets, targets.flip(0)], dim=1)
     return {
-        "logprobs": lambda: token_logprobs(hidden, OutputHead(weight), targets, temperature, **how)[
-            0
-        ].sum(),
-        "entropy": lambda: token_logprobs(hidden, OutputHead(weight), targets, temperature, **how)[
-            1
-        ].sum(),
+        "logprobs": lambda: token_logprobs(
+            hidden, OutputHead(weight), targets, temperature, **settings
+        )[0].sum(),
+        "entropy": lambda: token_logprobs(
+            hidden, OutputHead(weight), targets, temperature, **settings
+        )[1].sum(),
         "both": lambda: torch.stack(
-            token_logprobs(hidden, OutputHead(weight), targets, temperature, **how)
+            token_logprobs(hidden, OutputHead(weight), targets, temperature, **settings)
         ).sum(),
         "chosen": lambda: chosen_logprobs(
-            hidden, OutputHead(weight), ids, temperature, **how
+            hidden, OutputHead(weight), ids, temperature, **settings
         ).sum(),
     }
 
@@ -346,76 +355,78 @@ def losses(rows: int, vocabulary: int, **how: Any) -> dict[str, Callable[[], tor
 @pytest.mark.parametrize("what", ["logprobs", "entropy", "both", "chosen"])
 def test_no_tensor_is_larger_than_a_chunk_of_logits(what: str, batch_invariant: bool):
     rows, vocabulary, chunk = 512, 300, 32
-    loss = losses(rows, vocabulary, chunk=chunk, batch_invariant=batch_invariant)[what]
-    with Made() as seen:
+    loss = make_losses(rows, vocabulary, chunk=chunk, batch_invariant=batch_invariant)[what]
+    with TensorRecorder() as recorder:
         loss().backward()
-    assert seen.largest == chunk * vocabulary
+    assert recorder.largest == chunk * vocabulary
 
 
-class Alive(TorchDispatchMode):
-    """The most bytes that tensors made within it had at one time, backward included."""
+class PeakMemory(TorchDispatchMode):
+    """Records the peak bytes of the tensors that are created inside it, also in backward."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: list[weakref.ref[torch.Tensor]] = []
-        self.most = 0
+        self.created: list[weakref.ref[torch.Tensor]] = []
+        self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        tensors = made if isinstance(made, (tuple, list)) else [made]
-        self.made += [weakref.ref(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]
-        self.most = max(self.most, self.now)
-        return made
+        created = func(*args, **(kwargs or {}))
+        tensors = created if isinstance(created, (tuple, list)) else [created]
+        self.created += [
+            weakref.ref(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)
+        ]
+        self.peak = max(self.peak, self.live_bytes)
+        return created
 
     @property
-    def now(self) -> int:
-        alive = [tensor for reference in self.made if (tensor := reference()) is not None]
-        self.made = [weakref.ref(tensor) for tensor in alive]
+    def live_bytes(self) -> int:
+        alive = [tensor for reference in self.created if (tensor := reference()) is not None]
+        self.created = [weakref.ref(tensor) for tensor in alive]
         storages = [tensor.untyped_storage() for tensor in alive]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def peak_bytes(tokens: int, vocabulary: int, *, chunk: int) -> int:
-    hidden, weight, targets, temperature = inputs(rows=tokens, size=2, vocabulary=vocabulary)
-    with Alive() as seen:
+def measure_peak_bytes(tokens: int, vocabulary: int, *, chunk: int) -> int:
+    hidden, weight, targets, temperature = make_inputs(rows=tokens, size=2, vocabulary=vocabulary)
+    with PeakMemory() as recorder:
         logprobs, entropy = token_logprobs(
             hidden, OutputHead(weight), targets, temperature, chunk=chunk
         )
         (logprobs.sum() + entropy.sum()).backward()
-    return seen.most
+    return recorder.peak
 
 
 @pytest.mark.parametrize("vocabulary", [8_000, 50_000, 150_000])
 def test_memory_does_not_grow_with_tokens_times_vocabulary(vocabulary: int):
     chunk = 4
-    few, many = (peak_bytes(tokens, vocabulary, chunk=chunk) for tokens in (8, 32))
+    few, many = (measure_peak_bytes(tokens, vocabulary, chunk=chunk) for tokens in (8, 32))
     logits = 8 * chunk * vocabulary
     assert 2 * logits < few < 5 * logits
-    # What 24 more tokens take is as many rows of everything that is not logits.
+    # 24 more tokens add 24 rows of everything except logits.
     assert many - few < 24 * 200
 
 
 @pytest.mark.parametrize("what", ["logprobs", "entropy", "both", "chosen"])
 def test_no_more_than_a_chunk_of_logits_is_kept_for_the_backward(what: str):
     rows, vocabulary, chunk = 512, 300, 32
-    loss = losses(rows, vocabulary, chunk=chunk)[what]
-    with Alive() as seen:
+    loss = make_losses(rows, vocabulary, chunk=chunk)[what]
+    with PeakMemory() as recorder:
         kept = loss()
-        assert seen.now < 8 * (chunk * vocabulary + 20 * rows)
+        assert recorder.live_bytes < 8 * (chunk * vocabulary + 20 * rows)
         kept.backward()
 
 
 @pytest.mark.parametrize("what", ["logprobs", "entropy", "both", "chosen"])
 def test_rows_of_one_chunk_have_their_logits_computed_once(what: str):
-    loss = losses(16, 40, chunk=16)[what]
-    with Made() as seen:
+    loss = make_losses(16, 40, chunk=16)[what]
+    with TensorRecorder() as recorder:
         loss().backward()
-    products = [name for name, elements in seen.tensors if "mm" in name and elements == 16 * 40]
+    products = [name for name, elements in recorder.tensors if "mm" in name and elements == 16 * 40]
     assert len(products) == 1
 
 
 def test_a_second_backward_through_the_same_log_probs_is_the_first():
-    hidden, weight, targets, temperature = inputs(rows=5, size=3, vocabulary=7)
+    hidden, weight, targets, temperature = make_inputs(rows=5, size=3, vocabulary=7)
     logprobs, _ = token_logprobs(hidden, OutputHead(weight), targets, temperature, chunk=2)
     first = torch.autograd.grad(logprobs.sum(), (hidden, weight), retain_graph=True)
     second = torch.autograd.grad(logprobs.sum(), (hidden, weight))
@@ -426,8 +437,8 @@ def test_a_second_backward_through_the_same_log_probs_is_the_first():
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_the_most_likely_tokens_need_no_tensor_larger_than_a_chunk_of_logits(batch_invariant: bool):
     rows, vocabulary, chunk = 512, 300, 32
-    hidden, weight, _, temperature = inputs(rows=rows, size=4, vocabulary=vocabulary)
-    with Made() as seen:
+    hidden, weight, _, temperature = make_inputs(rows=rows, size=4, vocabulary=vocabulary)
+    with TensorRecorder() as recorder:
         top_logprobs(
             hidden,
             OutputHead(weight),
@@ -436,7 +447,7 @@ def test_the_most_likely_tokens_need_no_tensor_larger_than_a_chunk_of_logits(bat
             chunk=chunk,
             batch_invariant=batch_invariant,
         )
-    assert seen.largest == chunk * vocabulary
+    assert recorder.largest == chunk * vocabulary
 
 
 def test_the_head_of_a_tied_model_is_its_embedding():
@@ -449,10 +460,12 @@ def test_the_head_of_a_tied_model_is_its_embedding():
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_scaled_and_capped_logits_have_the_gradient_of_their_definition(batch_invariant: bool):
-    hidden, weight, targets, temperature = inputs(rows=5, size=3, vocabulary=7)
-    head, bias = {"scale": 0.5, "softcap": 1.5}, bias_of(7)
+    hidden, weight, targets, temperature = make_inputs(rows=5, size=3, vocabulary=7)
+    head, bias = {"scale": 0.5, "softcap": 1.5}, make_bias(7)
 
-    def of(hidden_TD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor) -> Any:
+    def differentiable(
+        hidden_TD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor
+    ) -> Any:
         return token_logprobs(
             hidden_TD,
             OutputHead(weight_VD, bias_V, **head),
@@ -465,11 +478,11 @@ def test_scaled_and_capped_logits_have_the_gradient_of_their_definition(batch_in
     product = 0.5 * (hidden @ weight.t() + bias)
     capped = 1.5 * torch.tanh(product / 1.5) / temperature[:, None]
     expected = capped.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    torch.testing.assert_close(of(hidden, weight, bias)[0], expected)
-    assert torch.autograd.gradcheck(of, (hidden, weight, bias))
+    torch.testing.assert_close(differentiable(hidden, weight, bias)[0], expected)
+    assert torch.autograd.gradcheck(differentiable, (hidden, weight, bias))
 
 
-@pytest.mark.filterwarnings(  # of the interpreter, in lanes that are masked
+@pytest.mark.filterwarnings(  # of Triton's interpreter, in masked lanes
     "ignore:Conversion of an array:DeprecationWarning",
     "ignore:overflow:RuntimeWarning",
     "ignore:invalid value:RuntimeWarning",
@@ -477,27 +490,31 @@ def test_scaled_and_capped_logits_have_the_gradient_of_their_definition(batch_in
 def test_the_fused_kernels_scale_and_cap_logits_as_the_reference_does(kernel_device: str):
     from rollick.models.head.fused import FusedLogprobs
 
-    hidden, weight, targets, temperature = inputs(rows=5, size=3, vocabulary=7, dtype=torch.float32)
+    hidden, weight, targets, temperature = make_inputs(
+        rows=5, size=3, vocabulary=7, dtype=torch.float32
+    )
     bias = torch.linspace(-1, 1, 7).requires_grad_()
-    of, options = (hidden, weight, bias), ChunkOptions(2, scale=0.5, softcap=1.5)
-    expected, spread = token_logprobs(
+    differentiable, options = (hidden, weight, bias), ChunkOptions(2, scale=0.5, softcap=1.5)
+    expected, expected_entropy = token_logprobs(
         hidden, OutputHead(weight, bias, 0.5, 1.5), targets, temperature, chunk=2
     )
-    given = [one.detach().to(kernel_device).requires_grad_() for one in of]
+    leaves = [one.detach().to(kernel_device).requires_grad_() for one in differentiable]
     rows = targets.to(kernel_device), temperature.float().to(kernel_device)
-    actual: Any = FusedLogprobs.apply(*given, *rows, options)
+    actual: Any = FusedLogprobs.apply(*leaves, *rows, options)
     torch.testing.assert_close(actual[0].cpu(), expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(actual[1].cpu(), spread, atol=1e-5, rtol=1e-5)
-    ours = torch.autograd.grad((actual[0].exp() * actual[1]).sum(), given)
+    torch.testing.assert_close(actual[1].cpu(), expected_entropy, atol=1e-5, rtol=1e-5)
+    kernel_grads = torch.autograd.grad((actual[0].exp() * actual[1]).sum(), leaves)
     for one, other in zip(
-        ours, torch.autograd.grad((expected.exp() * spread).sum(), of), strict=True
+        kernel_grads,
+        torch.autograd.grad((expected.exp() * expected_entropy).sum(), differentiable),
+        strict=True,
     ):
         torch.testing.assert_close(one.cpu(), other, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma4", "granite", "cohere"])
 def test_a_model_that_changes_its_logits_has_a_head_that_does_the_same(family: str):
-    """That of gemma4 says so in its text config."""
+    """gemma4 has its soft cap in its text config."""
     model: Any = tiny_family(family)
     ids = torch.tensor([[1, 20, 30, 40]])
     with torch.no_grad():
@@ -523,10 +540,10 @@ def test_logits_of_half_precision_operands_are_not_rounded_to_half_precision() -
 
 
 def test_over_a_large_vocabulary_log_probs_are_those_of_float64_to_a_millionth() -> None:
-    drawing = torch.Generator().manual_seed(0)
-    hidden_TD = torch.randn(8, 96, generator=drawing)
-    weight_VD = 0.3 * torch.randn(50_000, 96, generator=drawing)
-    targets_T = torch.randint(50_000, (8,), generator=drawing)
+    rng = torch.Generator().manual_seed(0)
+    hidden_TD = torch.randn(8, 96, generator=rng)
+    weight_VD = 0.3 * torch.randn(50_000, 96, generator=rng)
+    targets_T = torch.randint(50_000, (8,), generator=rng)
     temperature_T = torch.tensor([0.7, 1.0, 1.3, 2.0] * 2)
     actual_T, _ = token_logprobs(
         hidden_TD, OutputHead(weight_VD), targets_T, temperature_T, chunk=4

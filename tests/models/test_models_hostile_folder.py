@@ -40,7 +40,7 @@ def folder(tiny_folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_folder, tmp_path / "model"))
 
 
-def change(folder: Path, name: str, **keys: Any) -> ModelConfig:
+def edit_json(folder: Path, name: str, **keys: Any) -> ModelConfig:
     content = json.loads((folder / name).read_text())
     (folder / name).write_text(json.dumps(content | keys))
     return ModelConfig(path=str(folder))
@@ -49,7 +49,7 @@ def change(folder: Path, name: str, **keys: Any) -> ModelConfig:
 @pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation"])
 @pytest.mark.parametrize("loader", ["config", "model", "score_model", "empty_model"])
 def test_a_folder_that_names_a_kernel_of_the_hub_is_refused(folder: Path, key: str, loader: str):
-    config = change(folder, "config.json", **{key: "somebody/kernel"})
+    config = edit_json(folder, "config.json", **{key: "somebody/kernel"})
     with pytest.raises(ModelError, match="names the kernel 'somebody/kernel'"):
         LOADERS[loader](config)
 
@@ -57,12 +57,12 @@ def test_a_folder_that_names_a_kernel_of_the_hub_is_refused(folder: Path, key: s
 def test_a_kernel_in_a_part_of_the_configuration_is_refused_too(folder: Path):
     inner = {"vision_config": {"_attn_implementation": "somebody/kernel"}}
     with pytest.raises(ModelError, match="names the kernel"):
-        load_config(change(folder, "config.json", **inner))
+        load_config(edit_json(folder, "config.json", **inner))
 
 
 @pytest.mark.parametrize("named", ["eager", "flash_attention_2", "flex_attention"])
 def test_the_attention_that_a_folder_names_is_not_used(folder: Path, named: str):
-    config = change(folder, "config.json", _attn_implementation=named)
+    config = edit_json(folder, "config.json", _attn_implementation=named)
     model: Any = load_model(config, device="cpu", attention="sdpa")
     assert model.config._attn_implementation == "sdpa"
     assert load_config(config)._attn_implementation != named
@@ -115,7 +115,7 @@ def test_values_that_no_model_has_give_a_model_error(
     folder: Path, loader: str, name: str, keys: dict[str, Any]
 ):
     with pytest.raises(ModelError):
-        LOADERS[loader](change(folder, name, **keys))
+        LOADERS[loader](edit_json(folder, name, **keys))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])

@@ -1,4 +1,4 @@
-"""Where models come from, what they share, and how they are named by their bytes."""
+"""Loading models: sources, dtypes, shared parameters, fingerprints and conversion."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def test_shared_parameters_are_one_memory_and_tied_ones_stay_tied():
     source = tiny_model(11).eval()
     target = empty_model(source.config, attention="sdpa")
     share_parameters(target, source)
-    ours, theirs = dict(target.named_parameters()), dict(source.named_parameters())
-    assert {n: p.data_ptr() for n, p in ours.items()} == {
-        n: p.data_ptr() for n, p in theirs.items()
+    target_values, source_values = dict(target.named_parameters()), dict(source.named_parameters())
+    assert {n: p.data_ptr() for n, p in target_values.items()} == {
+        n: p.data_ptr() for n, p in source_values.items()
     }
     assert target.lm_head.weight is target.model.embed_tokens.weight
     assert not any(p.requires_grad for p in target.parameters())
@@ -98,9 +98,12 @@ def test_buffers_are_computed_and_own():
     source = tiny_model(11)
     target = empty_model(source.config, attention="sdpa")
     share_parameters(target, source)
-    ours, theirs = target.model.rotary_emb.inv_freq, source.model.rotary_emb.inv_freq
-    assert torch.equal(ours, theirs)
-    assert ours.data_ptr() != theirs.data_ptr()
+    target_values, source_values = (
+        target.model.rotary_emb.inv_freq,
+        source.model.rotary_emb.inv_freq,
+    )
+    assert torch.equal(target_values, source_values)
+    assert target_values.data_ptr() != source_values.data_ptr()
 
 
 def test_modules_of_different_models_cannot_share():
@@ -162,14 +165,14 @@ def test_a_damaged_model_is_reported_with_its_path(folder: Path, tmp_path: Path)
 
 
 def test_code_shipped_with_a_model_is_not_run(tmp_path: Path):
-    ran = tmp_path / "ran"
-    (tmp_path / "evil.py").write_text(f"open({str(ran)!r}, 'w')\nclass C: ...\n")
+    marker = tmp_path / "ran"
+    (tmp_path / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass C: ...\n")
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.C"}})
     )
     with pytest.raises(ModelError):
         load_config(ModelConfig(path=str(tmp_path)))
-    assert not ran.exists()
+    assert not marker.exists()
 
 
 def test_a_package_is_searched_without_being_imported(
@@ -213,14 +216,14 @@ def test_the_gguf_of_a_package_is_converted_once_and_answers(
     monkeypatch.setenv("ROLLICK_CACHE", str(tmp_path))
     config = ModelConfig(path=SMOL)
     tokenizer = load_tokenizer(config)
-    made = list((tmp_path / "models").iterdir())
+    converted = list((tmp_path / "models").iterdir())
     model = load_model(config, device="cpu", attention="sdpa")
-    assert list((tmp_path / "models").iterdir()) == made
-    asked = tokenizer.apply_chat_template(
+    assert list((tmp_path / "models").iterdir()) == converted
+    prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is the capital of France?"}],
         add_generation_prompt=True,
         return_tensors="pt",
         return_dict=True,
     )
-    answer = model.generate(**asked, max_new_tokens=12, do_sample=False)
-    assert "Paris" in tokenizer.decode(answer[0, asked["input_ids"].shape[1] :])
+    output_ids = model.generate(**prompt, max_new_tokens=12, do_sample=False)
+    assert "Paris" in tokenizer.decode(output_ids[0, prompt["input_ids"].shape[1] :])

@@ -1,4 +1,4 @@
-"""A mixture of experts: what a learner writes loads elsewhere with the same logits."""
+"""Exports of a mixture of experts load in transformers and vLLM, with the same log-probs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def loss(inputs: LossInputs) -> Loss:
     return weighted_loss(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
 
 
-def trained(folder: Path, *, lora: bool) -> LocalStrategy:
+def train_strategy(folder: Path, *, lora: bool) -> LocalStrategy:
     train = {"optimizer": {"lr": 1e-2}} | ({"lora": {"rank": 4}} if lora else {})
     strategy = LocalStrategy(recipe_of(folder, train=train))
     for seed in range(2):
@@ -73,17 +73,17 @@ def test_transformers_loads_an_export_and_gives_the_learners_log_probs(
     folder: Path, tmp_path: Path, lora: bool
 ) -> None:
     torch.set_num_threads(1)
-    strategy, batch = trained(folder, lora=lora), random_batch(LENGTHS)
+    strategy, batch = train_strategy(folder, lora=lora), random_batch(LENGTHS)
     strategy.export(tmp_path)
     with silence_transformers():
         plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     expected = np.zeros(batch.tokens, np.float32)
     for b, start in enumerate(batch.offsets_B1[:-1]):
-        cut = slice(start, start + batch.lengths_B[b])
-        ids = torch.as_tensor(batch.token_ids_N[cut]).long()
+        span = slice(start, start + batch.lengths_B[b])
+        ids = torch.as_tensor(batch.token_ids_N[span]).long()
         with torch.no_grad():
-            every = (plain(ids[None]).logits[0] / float(batch.temperature_B[b])).log_softmax(-1)
-        expected[cut][1:] = every[:-1].gather(1, ids[1:, None])[:, 0].numpy()
+            log_probs = (plain(ids[None]).logits[0] / float(batch.temperature_B[b])).log_softmax(-1)
+        expected[span][1:] = log_probs[:-1].gather(1, ids[1:, None])[:, 0].numpy()
     mask = batch.loss_mask_N
     np.testing.assert_allclose(strategy.logprobs(batch)[mask], expected[mask], rtol=0, atol=1e-5)
 
@@ -97,7 +97,7 @@ async def test_vllm_loads_an_export_and_draws_with_the_learners_log_probs(
     from rollick.infer.engine import StopRules
     from rollick.infer.vllm.engine import VllmEngine
 
-    strategy = trained(folder, lora=False)
+    strategy = train_strategy(folder, lora=False)
     strategy.export(tmp_path)
     engine = VllmEngine.create(SMALL, ModelConfig(path=str(tmp_path)), stops=StopRules())
     try:
@@ -108,5 +108,5 @@ async def test_vllm_loads_an_export_and_draws_with_the_learners_log_probs(
         await engine.close()
     mask = batch.loss_mask_N
     assert mask.sum() == 8
-    ours = strategy.logprobs(batch)[mask]
-    np.testing.assert_allclose(batch.logprobs_N[mask], ours, rtol=0, atol=1e-3)
+    learner_logprobs = strategy.logprobs(batch)[mask]
+    np.testing.assert_allclose(batch.logprobs_N[mask], learner_logprobs, rtol=0, atol=1e-3)

@@ -64,12 +64,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path
 
 
-def _learner(folder: Path, max_length: int = MAX_LENGTH) -> LocalStrategy:
+def _make_learner(folder: Path, max_length: int = MAX_LENGTH) -> LocalStrategy:
     return LocalStrategy(recipe_of(folder, infer={"max_length": max_length}))
 
 
-def _own_logprobs(folder: Path, batch: Batch, *, at_length: int | None = None) -> torch.Tensor:
-    """Of all sampled tokens, by transformers; `at_length`: with the frequencies of that length."""
+def _compute_logprobs(folder: Path, batch: Batch, *, at_length: int | None = None) -> torch.Tensor:
+    """Log-probs of all sampled tokens by transformers, with the frequencies for `at_length`."""
     model = load_model(ModelConfig(path=str(folder)), device="cpu", attention="eager")
     if at_length is not None:
         fix_rope(model, at_length)
@@ -86,28 +86,30 @@ def _own_logprobs(folder: Path, batch: Batch, *, at_length: int | None = None) -
 
 
 def test_log_probs_of_the_learner_do_not_depend_on_the_neighbours(folder: Path):
-    learner, batch = _learner(folder), random_batch([10, 38, 12])
+    learner, batch = _make_learner(folder), random_batch([10, 38, 12])
     together = learner.logprobs(batch)[batch.loss_mask_N]
-    alone = [learner.logprobs(one)[one.loss_mask_N] for one in map(batch.take, ([0], [1], [2]))]
+    alone = [
+        learner.logprobs(sample)[sample.loss_mask_N] for sample in map(batch.take, ([0], [1], [2]))
+    ]
     np.testing.assert_allclose(np.concatenate(alone), together, atol=1e-4)
 
 
 def test_the_frequencies_are_those_of_the_longest_sequence_of_the_run(folder: Path):
     batch = random_batch([10, 38, 12])
-    actual = _learner(folder).logprobs(batch)[batch.loss_mask_N]
-    expected = _own_logprobs(folder, batch, at_length=MAX_LENGTH)
+    actual = _make_learner(folder).logprobs(batch)[batch.loss_mask_N]
+    expected = _compute_logprobs(folder, batch, at_length=MAX_LENGTH)
     np.testing.assert_allclose(actual, expected.numpy(), atol=1e-4)
 
 
 def test_in_a_run_of_short_sequences_the_frequencies_are_the_models_short_ones(folder: Path):
     batch = random_batch([10, 16, 12])
-    actual = _learner(folder, max_length=16).logprobs(batch)[batch.loss_mask_N]
-    np.testing.assert_allclose(actual, _own_logprobs(folder, batch).numpy(), atol=1e-4)
+    actual = _make_learner(folder, max_length=16).logprobs(batch)[batch.loss_mask_N]
+    np.testing.assert_allclose(actual, _compute_logprobs(folder, batch).numpy(), atol=1e-4)
 
 
 def test_a_sample_that_is_longer_than_the_frequencies_allow_is_refused(folder: Path):
     with pytest.raises(ModelError, match=r"41 tokens.*at most 40.*infer.max_length=41"):
-        _learner(folder).logprobs(random_batch([12, 41]))
+        _make_learner(folder).logprobs(random_batch([12, 41]))
 
 
 class _Unknown(torch.nn.Module):
@@ -141,7 +143,7 @@ async def test_a_long_neighbour_does_not_change_what_the_engine_samples(folder: 
     engine = NativeEngine.create(infer, model, stops=StopRules())
     short, long = [1, 5, 9], [1, *range(4, 32)]
     (alone,) = await _generate(engine, [short])
-    beside, _ = await _generate(engine, [short, long])
+    with_neighbour, _ = await _generate(engine, [short, long])
     await engine.close()
-    assert beside.token_ids.tolist() == alone.token_ids.tolist()
-    np.testing.assert_allclose(beside.logprobs, alone.logprobs, atol=1e-4)
+    assert with_neighbour.token_ids.tolist() == alone.token_ids.tolist()
+    np.testing.assert_allclose(with_neighbour.logprobs, alone.logprobs, atol=1e-4)

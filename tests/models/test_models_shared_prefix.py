@@ -1,4 +1,4 @@
-"""What samples begin with is computed once: the plan by hand, and attention that stays exact."""
+"""Shared prefixes are computed once: plans by hand, and attention that stays exact."""
 
 from __future__ import annotations
 
@@ -36,23 +36,25 @@ DECODERS: dict[str, PretrainedConfig] = {
 }
 
 
-def shared_of(*samples: str, groups: Sequence[int], limits: Sequence[int]) -> list[int]:
+def compute_shared(*samples: str, groups: Sequence[int], limits: Sequence[int]) -> list[int]:
     token_ids = [ord(letter) for letter in "".join(samples)]
     lengths = [len(sample) for sample in samples]
     return shared_lengths(token_ids, lengths, group_B=groups, limit_B=limits).tolist()
 
 
 def test_a_group_shares_what_all_of_its_samples_begin_with():
-    shared = shared_of("pqrab", "pqc", "pqra", "pqra", groups=[0, 0, 0, 1], limits=[4, 2, 3, 3])
+    shared = compute_shared(
+        "pqrab", "pqc", "pqra", "pqra", groups=[0, 0, 0, 1], limits=[4, 2, 3, 3]
+    )
     assert shared == [2, 2, 2, 0]
 
 
 def test_no_sample_shares_more_than_the_least_limit_of_its_group():
-    assert shared_of("pqra", "pqra", groups=[7, 7], limits=[3, 1]) == [1, 1]
+    assert compute_shared("pqra", "pqra", groups=[7, 7], limits=[3, 1]) == [1, 1]
 
 
 def test_samples_that_begin_differently_share_nothing():
-    assert shared_of("pq", "rq", groups=[0, 0], limits=[1, 1]) == [0, 0]
+    assert compute_shared("pq", "rq", groups=[0, 0], limits=[1, 1]) == [0, 0]
 
 
 def test_the_plan_has_prefixes_first_and_then_the_tails_by_length():
@@ -95,11 +97,13 @@ def test_every_sample_is_found_again_along_its_segments(case: tuple[list[list[in
 
     computed = ids[plan.source_C]
     assert computed[plan.packed_index_N].tolist() == ids.tolist()
-    in_sample = np.concatenate([np.arange(length) for length in lengths])
-    assert layout.position_ids_N.numpy()[plan.packed_index_N].tolist() == in_sample.tolist()
+    expected_positions = np.concatenate([np.arange(length) for length in lengths])
+    assert (
+        layout.position_ids_N.numpy()[plan.packed_index_N].tolist() == expected_positions.tolist()
+    )
     assert layout.order_N is None
-    once = {group: shared[groups.index(group)] for group in groups}
-    assert len(computed) == sum(lengths) - shared.sum() + sum(once.values())
+    shared_by_group = {group: shared[groups.index(group)] for group in groups}
+    assert len(computed) == sum(lengths) - shared.sum() + sum(shared_by_group.values())
 
 
 def test_a_segment_continues_where_its_parent_ends():
@@ -137,8 +141,8 @@ TREE_LENGTHS = [4, 3, 2, 3, 1, 6, 2]
 TREE_PARENTS = [ROOT, 0, 1, 0, 0, 4, ROOT]
 
 
-def path_to(segment: int) -> list[int]:
-    return [*path_to(TREE_PARENTS[segment]), segment] if segment != ROOT else []
+def find_path(segment: int) -> list[int]:
+    return [*find_path(TREE_PARENTS[segment]), segment] if segment != ROOT else []
 
 
 @pytest.mark.parametrize("per_sequence", [False, True])
@@ -156,27 +160,31 @@ def test_a_tree_of_segments_gives_what_each_path_gives_alone(name: str, per_sequ
     ids = torch.arange(sum(layout.lengths)) * 7 % SIZES["vocab_size"]
     weight = torch.linspace(-1, 1, sum(layout.lengths) * 23, dtype=torch.float64).view(-1, 23)
 
-    together = packed(
+    packed_logits = packed(
         input_ids=ids[None],
         position_ids=layout.position_ids_N[None],
         use_cache=False,
         layout=layout,
     ).logits[0]
     pieces = ids.split(TREE_LENGTHS)
-    alone = torch.cat(
+    path_logits = torch.cat(
         [
-            plain(torch.cat([pieces[b] for b in path_to(segment)])[None]).logits[0, -length:]
+            plain(torch.cat([pieces[b] for b in find_path(segment)])[None]).logits[0, -length:]
             for segment, length in enumerate(TREE_LENGTHS)
         ]
     )
-    torch.testing.assert_close(together, alone, rtol=0, atol=1e-10)
-    (together * weight).sum().backward()
-    (alone * weight).sum().backward()
-    for ours, theirs in zip(packed.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(packed_logits, path_logits, rtol=0, atol=1e-10)
+    (packed_logits * weight).sum().backward()
+    (path_logits * weight).sum().backward()
+    for packed_parameter, plain_parameter in zip(
+        packed.parameters(), plain.parameters(), strict=True
+    ):
+        torch.testing.assert_close(
+            packed_parameter.grad, plain_parameter.grad, rtol=1e-10, atol=1e-10
+        )
 
 
-def by_segment(
+def attend_by_segment(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -188,20 +196,20 @@ def by_segment(
     scale: float,
     window_size: tuple[int, int],
 ) -> torch.Tensor:
-    """What torch's kernel for many lengths computes, written out."""
+    """A plain reference of torch's varlen attention kernel."""
     outputs: list[torch.Tensor] = []
     for b in range(len(query_starts) - 1):
-        own = slice(int(query_starts[b]), int(query_starts[b + 1]))
-        seen = slice(int(key_starts[b]), int(key_starts[b + 1]))
-        queries, keys = own.stop - own.start, seen.stop - seen.start
+        query_span = slice(int(query_starts[b]), int(query_starts[b + 1]))
+        key_span = slice(int(key_starts[b]), int(key_starts[b + 1]))
+        queries, keys = query_span.stop - query_span.start, key_span.stop - key_span.start
         assert queries <= longest_query
         assert keys <= longest_key
         behind = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)[None]
         left, right = window_size
         hidden = (behind < -right) | ((behind > left) if left >= 0 else False)
-        scores = torch.einsum("qhd,khd->hqk", query[own], key[seen]) * scale
+        scores = torch.einsum("qhd,khd->hqk", query[query_span], key[key_span]) * scale
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-        outputs.append(torch.einsum("hqk,khd->qhd", weights, value[seen]))
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, value[key_span]))
     return torch.cat(outputs)
 
 
@@ -209,21 +217,21 @@ def by_segment(
 def test_one_kernel_for_all_segments_gives_what_one_for_each_run_gives(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(attention, "ragged_kernel", lambda: by_segment)
+    monkeypatch.setattr(attention, "ragged_kernel", lambda: attend_by_segment)
     layout = PackedLayout.of(TREE_LENGTHS, parents=TREE_PARENTS)
     torch.manual_seed(0)
     tokens = sum(TREE_LENGTHS)
     query = torch.randn(1, 4, tokens, 8, requires_grad=True)
     key, value = (torch.randn(1, 2, tokens, 8, requires_grad=True) for _ in range(2))
     given = (query, key, value)
-    at_once = attention.attend_ragged(*given, layout, AttentionOptions(0.3, window))
+    ragged = attention.attend_ragged(*given, layout, AttentionOptions(0.3, window))
     by_run, _ = attention.varlen_attention(
         torch.nn.Identity(), *given, None, layout=layout, scaling=0.3, sliding_window=window
     )
-    torch.testing.assert_close(at_once, by_run[0], rtol=1e-5, atol=1e-6)
-    weights = torch.randn_like(at_once)
+    torch.testing.assert_close(ragged, by_run[0], rtol=1e-5, atol=1e-6)
+    weights = torch.randn_like(ragged)
     for actual, expected in zip(
-        torch.autograd.grad((at_once * weights).sum(), given),
+        torch.autograd.grad((ragged * weights).sum(), given),
         torch.autograd.grad((by_run[0] * weights).sum(), given),
         strict=True,
     ):

@@ -1,4 +1,4 @@
-"""In tiles, a row's bits do not depend on its neighbours."""
+"""Tiled linear layers: the bits of a row do not depend on its neighbours."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rollick.testing.tiny import tiny_model
 def test_a_row_has_the_same_bits_alone_and_among_others():
     torch.manual_seed(0)
     rows, weight, bias = torch.randn(97, 72), torch.randn(129, 72), torch.randn(129)
-    every = tiled_linear(rows, weight, bias)
+    full = tiled_linear(rows, weight, bias)
     for start, stop in [(0, 1), (5, 6), (30, 35), (64, 97), (96, 97)]:
-        assert torch.equal(tiled_linear(rows[start:stop], weight, bias), every[start:stop])
+        assert torch.equal(tiled_linear(rows[start:stop], weight, bias), full[start:stop])
 
 
 def test_a_tiled_layer_gives_the_product_and_its_gradients():
@@ -59,12 +59,12 @@ def test_the_log_probs_of_a_sample_do_not_depend_on_the_others_in_the_pack():
         for n in (9, 17, 9, 3, 40, 2, 5, 7, 3, 11, 13, 15)
     ]
 
-    def logprobs(order: list[int]) -> list[torch.Tensor]:
+    def compute_logprobs(order: list[int]) -> list[torch.Tensor]:
         picked = [samples[b] for b in order]
         lengths = [len(sample) for sample in picked]
-        filler = round_up_to_tile(sum(lengths)) - sum(lengths)
-        layout = PackedLayout.of([*lengths, *([filler] if filler else [])], per_sequence=True)
-        ids = torch.cat([*picked, torch.zeros(filler, dtype=torch.int64)])
+        padding = round_up_to_tile(sum(lengths)) - sum(lengths)
+        layout = PackedLayout.of([*lengths, *([padding] if padding else [])], per_sequence=True)
+        ids = torch.cat([*picked, torch.zeros(padding, dtype=torch.int64)])
         with torch.no_grad():
             hidden = model.model(
                 input_ids=ids[None],
@@ -82,8 +82,8 @@ def test_the_log_probs_of_a_sample_do_not_depend_on_the_others_in_the_pack():
             )
         return [part[:-1] for part in torch.cat([result, torch.zeros(1)]).split(lengths)]
 
-    everyone = list(range(len(samples)))
-    together = logprobs(everyone)
-    for order in ([3, 1], [4, 2, 0], [2, 0, 1], *([b] for b in everyone)):
-        for b, result in zip(order, logprobs(order), strict=True):
+    all_samples = list(range(len(samples)))
+    together = compute_logprobs(all_samples)
+    for order in ([3, 1], [4, 2, 0], [2, 0, 1], *([b] for b in all_samples)):
+        for b, result in zip(order, compute_logprobs(order), strict=True):
             assert torch.equal(result, together[b]), (order, b)

@@ -1,4 +1,4 @@
-"""faults.jsonl: what is written, and what a reader makes of it."""
+"""faults.jsonl: the rows that are written, and the faults that are read back."""
 
 import pickle
 from collections.abc import Callable
@@ -15,15 +15,15 @@ def test_a_repaired_fault_is_read_back_with_all_its_times(tmp_path: Path) -> Non
     fault = faults.begin("generators", 1, kind="killed", cause="signal 9", failed_at=5.0)
     fault.mark_restarted()
     fault.mark_rejoined(redone_steps=1, lost=LostTime(recover_s=3.0, redo_s=2.0))
-    (read,) = read_faults(tmp_path)
-    assert read == fault
-    assert (read.recover_s, read.redo_s) == (3.0, 2.0)
-    assert (read.role, read.rank, read.step, read.failed_at, read.redone_steps) == (
+    (loaded,) = read_faults(tmp_path)
+    assert loaded == fault
+    assert (loaded.recover_s, loaded.redo_s) == (3.0, 2.0)
+    assert (loaded.role, loaded.rank, loaded.step, loaded.failed_at, loaded.redone_steps) == (
         "generators", 1, 7, 5.0, 1,
     )  # fmt: skip
-    assert read.restarted_at is not None
-    assert read.rejoined_at is not None
-    assert read.failed_at < read.detected_at <= read.restarted_at <= read.rejoined_at
+    assert loaded.restarted_at is not None
+    assert loaded.rejoined_at is not None
+    assert loaded.failed_at < loaded.detected_at <= loaded.restarted_at <= loaded.rejoined_at
 
 
 def test_a_fault_does_not_happen_after_it_was_noticed(tmp_path: Path) -> None:

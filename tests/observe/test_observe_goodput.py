@@ -1,4 +1,4 @@
-"""Where the time of a run went: each state gets its time, and the states sum to the wall time."""
+"""Goodput: every second of a run is in one state, and the states sum to the wall time."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,8 +22,8 @@ from rollick.observe.goodput import (
 )
 from rollick.observe.goodput_report import Reliability
 
-BEGAN = 1000.0
-"""Seconds since the epoch at which the clock shows 0."""
+RUN_START = 1000.0
+"""Time in seconds since the epoch at which the clock reads 0."""
 
 
 class Clock:
@@ -34,7 +34,7 @@ class Clock:
         return self.at
 
     def open(self, folder: Path, *, resume: bool = True) -> TimeAccount:
-        return TimeAccount.open(folder, resume=resume, clock=self, now=lambda: BEGAN + self.at)
+        return TimeAccount.open(folder, resume=resume, clock=self, now=lambda: RUN_START + self.at)
 
 
 @pytest.fixture
@@ -47,14 +47,14 @@ def account(tmp_path: Path, clock: Clock) -> TimeAccount:
     return clock.open(tmp_path)
 
 
-def spent(folder: Path) -> dict[State, float]:
+def read_state_seconds(folder: Path) -> dict[State, float]:
     return {state: seconds for state, seconds in read_goodput(folder).seconds.items() if seconds}
 
 
-def snapshot(written_at: float) -> RunSnapshot:
+def make_snapshot(written_at: float) -> RunSnapshot:
     return RunSnapshot(
         name="run", pipeline="rlvr", host="here", pid=1, process_start=1, written_at=written_at,
-        began_at=BEGAN, step=1, steps=9, version=1, phase="train", phase_since=BEGAN,
+        began_at=RUN_START, step=1, steps=9, version=1, phase="train", phase_since=RUN_START,
         stuck_after_s=60,
     )  # fmt: skip
 
@@ -78,33 +78,33 @@ def test_every_second_is_in_one_state_and_the_states_sum_to_the_wall_time(
     account.close(1)
     clock.at += 100  # The workers end.
     account.refresh()
-    assert spent(tmp_path) == {
+    assert read_state_seconds(tmp_path) == {
         "start": 7, "generate": 10, "publish": 2, "validate": 5, "save": 3, "train": 8,
     }  # fmt: skip
     assert read_goodput(tmp_path).wall_s == 35
-    assert set(spent(tmp_path)) < set(STATES)
+    assert set(read_state_seconds(tmp_path)) < set(STATES)
 
 
 def test_a_wait_for_samples_is_generation_only_while_an_engine_generates(
     tmp_path: Path, clock: Clock, account: TimeAccount
 ) -> None:
-    doing: State = "wait"
-    account.waiting_state = lambda: doing
+    current_state: State = "wait"
+    account.waiting_state = lambda: current_state
     account.begin_steps()
     with account.during("generate"):
         clock.at += 1
-        doing = "generate"
+        current_state = "generate"
         account.refresh()
         clock.at += 10
-        doing = "recover"
+        current_state = "recover"
         account.refresh()
         clock.at += 5
     with account.during("train"):
-        doing = "wait"
+        current_state = "wait"
         account.refresh()
         clock.at += 2
     account.close(0)
-    assert spent(tmp_path) == {"wait": 1, "generate": 10, "recover": 5, "train": 2}
+    assert read_state_seconds(tmp_path) == {"wait": 1, "generate": 10, "recover": 5, "train": 2}
 
 
 def test_a_repair_is_recovery_and_the_lost_part_of_the_call_is_done_again(
@@ -121,12 +121,12 @@ def test_a_repair_is_recovery_and_the_lost_part_of_the_call_is_done_again(
         assert account.state == "train"
         clock.at += 3
     account.close(1)
-    assert spent(tmp_path) == {"train": 4, "redo": 3, "recover": 9}
+    assert read_state_seconds(tmp_path) == {"train": 4, "redo": 3, "recover": 9}
     assert read_goodput(tmp_path).wall_s == 16
 
 
 def run_three_steps(account: TimeAccount, clock: Clock) -> None:
-    """Of 10 s each."""
+    """Finish steps 1 to 3, of 10 s each."""
     account.begin_steps()
     for step in (1, 2, 3):
         clock.at += 10
@@ -146,7 +146,12 @@ def test_the_time_of_steps_that_a_rollback_undid_is_no_progress(
     metrics = account.finish_step(4)
     account.close(4)
     goodput = read_goodput(tmp_path)
-    assert spent(tmp_path) == {"train": 20, "redo": 10 + 10, "recover": 2, "publish": 3}
+    assert read_state_seconds(tmp_path) == {
+        "train": 20,
+        "redo": 10 + 10,
+        "recover": 2,
+        "publish": 3,
+    }
     assert goodput.wall_s == clock.at == 45
     assert (goodput.redone_steps, goodput.ettr) == (2, 23 / 45)
     assert {name.removeprefix("time/goodput/"): value for name, value in metrics.items()} == {
@@ -160,10 +165,10 @@ def test_a_step_that_was_under_way_after_a_rollback_is_lost_in_a_crash(
     run_three_steps(account, clock)
     account.undo_steps_after(1)
     clock.at += 5
-    write_run_snapshot(tmp_path, snapshot(BEGAN + clock.at))
+    write_run_snapshot(tmp_path, make_snapshot(RUN_START + clock.at))
     clock.at += 7
     clock.open(tmp_path)
-    assert spent(tmp_path) == {"train": 10, "redo": 20 + 5, "recover": 7}
+    assert read_state_seconds(tmp_path) == {"train": 10, "redo": 20 + 5, "recover": 7}
 
 
 def test_batches_that_a_new_worker_trains_on_again_are_redone_while_the_step_waits(
@@ -179,7 +184,7 @@ def test_batches_that_a_new_worker_trains_on_again_are_redone_while_the_step_wai
         clock.at += 8
     metrics = account.finish_step(4)
     account.close(4)
-    assert spent(tmp_path) == {"train": 30, "recover": 4, "redo": 5, "generate": 8}
+    assert read_state_seconds(tmp_path) == {"train": 30, "recover": 4, "redo": 5, "generate": 8}
     assert metrics["time/goodput/redone_steps"] == read_goodput(tmp_path).redone_steps == 3
 
 
@@ -201,7 +206,7 @@ def test_each_second_that_was_lost_is_claimed_by_one_fault(
 def test_a_fault_of_a_resumed_run_does_not_claim_what_the_crash_cost(
     tmp_path: Path, clock: Clock
 ) -> None:
-    crash_in_step_4(tmp_path, clock, seen_for_s=6)
+    crash_in_step_4(tmp_path, clock, status_after_s=6)
     clock.at += 36
     account = clock.open(tmp_path)
     assert account.claim_lost_time() == LostTime()
@@ -221,7 +226,7 @@ def test_redone_time_is_at_most_the_time_that_was_lost(
     with account.recovering(lost_s=50):
         clock.at += 1
     account.close(0)
-    assert spent(tmp_path) == {"redo": 2, "recover": 1}
+    assert read_state_seconds(tmp_path) == {"redo": 2, "recover": 1}
 
 
 def test_the_metrics_of_a_step_are_its_own_and_ettr_is_of_the_run(
@@ -249,22 +254,23 @@ def test_the_metrics_of_a_step_are_its_own_and_ettr_is_of_the_run(
     }
 
 
-def crash_in_step_4(folder: Path, clock: Clock, *, seen_for_s: float | None) -> None:
-    """Steps of 10 s after a start of 5 s; then no row, but the status reports for a while."""
+def crash_in_step_4(folder: Path, clock: Clock, *, status_after_s: float | None) -> None:
+    """Finish three steps of 10 s after a start of 5 s, without closing the account. The
+    status is dated `status_after_s` after the last step; None writes no status."""
     account = clock.open(folder)
     clock.at += 5
     account.begin_steps()
     for step in (1, 2, 3):
         clock.at += 10
         account.finish_step(step)
-    if seen_for_s is not None:
-        write_run_snapshot(folder, snapshot(BEGAN + clock.at + seen_for_s))
+    if status_after_s is not None:
+        write_run_snapshot(folder, make_snapshot(RUN_START + clock.at + status_after_s))
 
 
 def test_after_a_crash_lost_steps_are_redone_and_the_rest_until_the_next_step_is_recovery(
     tmp_path: Path, clock: Clock
 ) -> None:
-    crash_in_step_4(tmp_path, clock, seen_for_s=6)
+    crash_in_step_4(tmp_path, clock, status_after_s=6)
     clock.at += 6 + 30  # Down for 30 s.
     account = clock.open(tmp_path)
     clock.at += 8
@@ -276,7 +282,12 @@ def test_after_a_crash_lost_steps_are_redone_and_the_rest_until_the_next_step_is
         metrics = account.finish_step(step)
     account.close(4)
     goodput = read_goodput(tmp_path)
-    assert spent(tmp_path) == {"start": 5, "train": 40, "redo": 10 + 6, "recover": 30 + 10}
+    assert read_state_seconds(tmp_path) == {
+        "start": 5,
+        "train": 40,
+        "redo": 10 + 6,
+        "recover": 30 + 10,
+    }
     assert goodput.wall_s == clock.at == 101
     assert (goodput.processes, goodput.redone_steps, goodput.ettr) == (2, 1, 40 / 101)
     assert metrics["time/goodput/ettr"] == 40 / 101
@@ -286,16 +297,16 @@ def test_after_a_crash_lost_steps_are_redone_and_the_rest_until_the_next_step_is
 def test_without_a_status_the_crash_is_taken_to_follow_the_last_step(
     tmp_path: Path, clock: Clock
 ) -> None:
-    crash_in_step_4(tmp_path, clock, seen_for_s=None)
+    crash_in_step_4(tmp_path, clock, status_after_s=None)
     clock.at += 36
     clock.open(tmp_path)
-    assert spent(tmp_path) == {"start": 5, "train": 30, "recover": 36}
+    assert read_state_seconds(tmp_path) == {"start": 5, "train": 30, "recover": 36}
 
 
 def test_a_status_written_by_a_clock_ahead_of_ours_adds_no_time(
     tmp_path: Path, clock: Clock
 ) -> None:
-    crash_in_step_4(tmp_path, clock, seen_for_s=900)
+    crash_in_step_4(tmp_path, clock, status_after_s=900)
     clock.at += 36
     clock.open(tmp_path)
     assert read_goodput(tmp_path).wall_s == clock.at
@@ -304,10 +315,10 @@ def test_a_status_written_by_a_clock_ahead_of_ours_adds_no_time(
 def test_a_crash_before_the_first_step_is_recovery(tmp_path: Path, clock: Clock) -> None:
     clock.open(tmp_path)
     clock.at += 12
-    write_run_snapshot(tmp_path, snapshot(BEGAN + clock.at))
+    write_run_snapshot(tmp_path, make_snapshot(RUN_START + clock.at))
     clock.at += 3
     clock.open(tmp_path)
-    assert spent(tmp_path) == {"recover": 15}
+    assert read_state_seconds(tmp_path) == {"recover": 15}
 
 
 @pytest.mark.parametrize("failed", [True, False])
@@ -319,7 +330,7 @@ def test_the_time_between_an_orderly_stop_and_a_resume_is_not_counted(
     account.finish_step(1)
     clock.at += 2
     account.close(1, failed=failed)
-    write_run_snapshot(tmp_path, replace(snapshot(BEGAN + clock.at), outcome="stopped"))
+    write_run_snapshot(tmp_path, replace(make_snapshot(RUN_START + clock.at), outcome="stopped"))
     clock.at += 5000
     resumed = clock.open(tmp_path)
     clock.at += 5
@@ -329,7 +340,7 @@ def test_the_time_between_an_orderly_stop_and_a_resume_is_not_counted(
     # The step under way when a run fails is lost, and the run was down until the resume.
     stopped: dict[State, float] = {"start": 5, "train": 12}
     error: dict[State, float] = {"train": 10, "redo": 2, "recover": 5005}
-    assert spent(tmp_path) == (error if failed else stopped)
+    assert read_state_seconds(tmp_path) == (error if failed else stopped)
     assert read_goodput(tmp_path).redone_steps == 0
 
 
@@ -343,7 +354,7 @@ def test_steps_that_are_lost_twice_are_counted_twice(tmp_path: Path, clock: Cloc
     clock.at += 10
     account.finish_step(1)
     account.close(1)
-    assert spent(tmp_path) == {"train": 10, "redo": 20}
+    assert read_state_seconds(tmp_path) == {"train": 10, "redo": 20}
     assert read_goodput(tmp_path).redone_steps == 2
 
 
@@ -356,11 +367,11 @@ def test_a_new_run_in_the_folder_of_one_that_never_began_has_its_own_time(
     second = clock.open(tmp_path, resume=False)
     clock.at += 2
     second.begin_steps()
-    assert spent(tmp_path) == {"start": 2}
+    assert read_state_seconds(tmp_path) == {"start": 2}
 
 
 def test_a_torn_line_is_skipped_and_a_resume_appends_after_it(tmp_path: Path, clock: Clock) -> None:
-    crash_in_step_4(tmp_path, clock, seen_for_s=None)
+    crash_in_step_4(tmp_path, clock, status_after_s=None)
     with (tmp_path / GOODPUT).open("a") as file:
         file.write('{"at": 10')
     clock.at += 20
@@ -378,31 +389,31 @@ def test_a_time_account_that_cannot_be_written_warns_and_the_run_continues(
     assert "cannot be written" in caplog.text
 
 
-def fault(role: str, change: Callable[[Fault], None], **times: float) -> Fault:
-    one = Fault("id", role, 0, "killed", "signal 9", 3, times["at"], times["at"])
-    change(one)
-    return one
+def make_fault(role: str, edit: Callable[[Fault], None], **times: float) -> Fault:
+    fault = Fault("id", role, 0, "killed", "signal 9", 3, times["at"], times["at"])
+    edit(fault)
+    return fault
 
 
 def test_time_to_recover_is_from_the_fault_to_its_repair_by_role() -> None:
     def repair(after_s: float) -> Callable[[Fault], None]:
-        def change(one: Fault) -> None:
-            one.rejoined_at = one.failed_at + after_s
+        def edit(fault: Fault) -> None:
+            fault.rejoined_at = fault.failed_at + after_s
 
-        return change
+        return edit
 
-    def cost(one: Fault) -> None:
-        repair(30)(one)
-        one.recover_s, one.redo_s = 4, 5
+    def cost(fault: Fault) -> None:
+        repair(30)(fault)
+        fault.recover_s, fault.redo_s = 4, 5
 
-    def skip(one: Fault) -> None:
-        one.kind, one.rejoined_at = "not_finite", one.failed_at
+    def skip(fault: Fault) -> None:
+        fault.kind, fault.rejoined_at = "not_finite", fault.failed_at
 
     faults = [
-        fault("generators", repair(10), at=5),
-        fault("policy", skip, at=6),
-        fault("generators", cost, at=50),
-        fault("generators", lambda one: one.give_up("spent"), at=90),
+        make_fault("generators", repair(10), at=5),
+        make_fault("policy", skip, at=6),
+        make_fault("generators", cost, at=50),
+        make_fault("generators", lambda fault: fault.give_up("spent"), at=90),
     ]
     generators, policy = summarise_faults(faults)
     assert (generators.role, generators.kinds, generators.gave_up) == (

@@ -26,7 +26,7 @@ HEALTHY = {
 
 
 def run(steps: int = WINDOW, **changes: float | None) -> list[dict[str, float]]:
-    """A run with the same metrics at each step; None removes one."""
+    """Rows of a run with the same metrics at each step. None removes a metric."""
     row = HEALTHY | {name.replace("__", "/"): value for name, value in changes.items()}
     kept = {name: value for name, value in row.items() if value is not None}
     return [{"step": step, **kept} for step in range(1, steps + 1)]
@@ -66,10 +66,11 @@ def test_a_symptom_is_named_with_its_values_and_what_to_try(name: str) -> None:
 def test_groups_with_equal_scores_are_counted_where_they_are_kept(
     run_toy: Callable[..., RunResult],
 ) -> None:
-    one = {"name": "length", "options": {"max_length": 1000}}  # 1 for every answer.
-    always = {"source": "rollick.testing.toys:letter_rows", "rewards": [one]}
+    # Scores 1 for every answer.
+    length_reward = {"name": "length", "options": {"max_length": 1000}}
+    domain = {"source": "rollick.testing.toys:letter_rows", "rewards": [length_reward]}
     options = ["rollout.drop_no_signal=false", "evaluate.every=0"]
-    data = {"domains": {"letters": always}}
+    data = {"domains": {"letters": domain}}
     run = run_toy(*options, data=data, steps=1)
     assert run.metrics["rollout/kept_no_signal"] == run.metrics["rollout/groups"] == 4
     baseline = run_toy(*options, "algorithm=reinforce++", data=data, steps=1)
@@ -81,13 +82,13 @@ def test_a_healthy_a_short_and_a_solved_run_get_no_advice() -> None:
     assert find_advice(run(FLAT_AFTER - 1)) == {}
     assert find_advice(run(WINDOW - 1, score__mean=0.0, train__grad_norm=0.0)) == {}
     assert find_advice(run(2 * FLAT_AFTER, score__mean=0.97)) == {}
-    risen = [{**row, "score/mean": row["step"] / 40} for row in run(40)]
-    assert find_advice(risen) == {}
-    # Easy prompts and long answers do not keep this run from learning.
+    rising = [{**row, "score/mean": row["step"] / 40} for row in run(40)]
+    assert find_advice(rising) == {}
+    # This run learns in spite of easy prompts and long answers.
     costly = {"rollout/truncated": 0.9, "rollout/dropped/no_signal": 90}
-    assert find_advice([{**row, **costly} for row in risen]) == {}
-    imitates = run(**SFT, train__loss=0.5)
-    assert find_advice(imitates) == {}
+    assert find_advice([{**row, **costly} for row in rising]) == {}
+    supervised = run(**SFT, train__loss=0.5)
+    assert find_advice(supervised) == {}
 
 
 def test_a_symptom_that_is_over_is_not_named() -> None:

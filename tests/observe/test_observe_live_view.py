@@ -1,4 +1,4 @@
-"""The live view: how far a run is, and how long it still takes."""
+"""The live view: the progress of a run and the time left."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def test_a_duration_has_its_two_largest_units(seconds: float, text: str) -> None
 
 def test_without_logging_the_lines_go_to_the_console(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "rollick")
-    shown, clock = StringIO(), FakeClock()
-    console = Console(file=shown)
+    output, clock = StringIO(), FakeClock()
+    console = Console(file=output)
     with LiveView("toy", 20, mode="auto", console=console, clock=clock.now) as view:
         view.finish_step(0, {"eval/score": 0.125})
         clock.seconds = 90
         view.finish_step(1, {"score/mean": 0.25, "eval/score": 0.5})
-    assert shown.getvalue().splitlines() == [
+    assert output.getvalue().splitlines() == [
         "step  0/20  held-out 0.125",
         "step  1/20  score 0.25  held-out 0.5  28 min 30 s left",
     ]
 
 
 def test_a_long_step_prints_its_phase_its_samples_and_the_time_left() -> None:
-    shown, clock = StringIO(), FakeClock()
-    with LiveView("toy", 9, mode="auto", console=Console(file=shown), clock=clock.now) as view:
+    output, clock = StringIO(), FakeClock()
+    with LiveView("toy", 9, mode="auto", console=Console(file=output), clock=clock.now) as view:
         view.begin_phase("generate")
         for done in range(1, 33):
             clock.seconds += 1
@@ -51,7 +51,7 @@ def test_a_long_step_prints_its_phase_its_samples_and_the_time_left() -> None:
             view.count_samples("validate", 1, 1)
         clock.seconds += PROGRESS_EVERY_S
         view.begin_phase("train")
-    assert shown.getvalue().splitlines() == [
+    assert output.getvalue().splitlines() == [
         "step 1/9  generate  samples 15/64",
         "step 1/9  generate  samples 30/64, 34 s left",
         "step 1/9  train",
@@ -90,14 +90,14 @@ def test_a_step_without_new_samples_shows_those_it_trained_on() -> None:
 
 
 def test_time_before_the_run_is_not_counted_as_a_step() -> None:
-    shown, clock = StringIO(), FakeClock()
-    view = LiveView("toy", 3, mode="auto", console=Console(file=shown), clock=clock.now)
+    output, clock = StringIO(), FakeClock()
+    view = LiveView("toy", 3, mode="auto", console=Console(file=output), clock=clock.now)
     view.announce("runs/toy: starting the workers")
     clock.seconds = 100
     with view:
         clock.seconds = 110
         view.finish_step(1, {})
-    assert shown.getvalue().splitlines() == [
+    assert output.getvalue().splitlines() == [
         "runs/toy: starting the workers",
         "step 1/3  20 s left",
     ]

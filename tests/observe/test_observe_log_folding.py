@@ -15,11 +15,11 @@ def test_warnings_that_differ_in_numbers_alone_are_folded_and_counted(
     with fold_repeats():
         for step in range(1, 89):
             LOG.warning("version %d was published in %.1f s", step, step / 7)
-    shown = caplog.messages
-    assert shown[:2] == ["version 1 was published in 0.1 s", "version 2 was published in 0.3 s"]
-    assert shown[2] == "version 3 was published in 0.4 s (further messages like this are counted)"
-    assert shown[3] == "version 10 was published in 1.4 s (10 messages like this so far)"
-    assert shown[4:] == ["84 messages were not shown, the last: version 88 was published in 12.6 s"]
+    lines = caplog.messages
+    assert lines[:2] == ["version 1 was published in 0.1 s", "version 2 was published in 0.3 s"]
+    assert lines[2] == "version 3 was published in 0.4 s (further messages like this are counted)"
+    assert lines[3] == "version 10 was published in 1.4 s (10 messages like this so far)"
+    assert lines[4:] == ["84 messages were not shown, the last: version 88 was published in 12.6 s"]
 
 
 def test_a_line_that_names_another_thing_each_time_is_folded_too(

@@ -1,4 +1,4 @@
-"""metrics.jsonl is the truth; every other sink is a courtesy that may fail."""
+"""metrics.jsonl has every step; every other sink is optional and may fail."""
 
 import json
 import logging
@@ -15,16 +15,16 @@ from rollick.observe.metric_table import is_documented
 from rollick.observe.metrics import GuardedSink, MetricLog, read_metrics
 
 
-class Recorder:
-    """A sink that keeps what it gets, and does something odd at each call."""
+class RecordingSink:
+    """A sink that records its rows and calls `on_log` before each of them."""
 
-    def __init__(self, odd: Any = None) -> None:
-        self.odd = odd or (lambda: None)
+    def __init__(self, on_log: Any = None) -> None:
+        self.on_log = on_log or (lambda: None)
         self.rows: list[tuple[int, Mapping[str, float]]] = []
         self.closed = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.odd()
+        self.on_log()
         self.rows.append((step, metrics))
 
     def close(self) -> None:
@@ -48,12 +48,12 @@ def test_a_resumed_log_drops_the_steps_that_will_be_repeated(tmp_path: Path) -> 
     first = MetricLog(tmp_path, [])
     for step in range(1, 6):
         first.log(step, {"train/loss": float(step)})
-    again = MetricLog(tmp_path, [])
-    again.drop_rows_after(3)
-    again.log(4, {"train/loss": 40.0})
+    resumed = MetricLog(tmp_path, [])
+    resumed.drop_rows_after(3)
+    resumed.log(4, {"train/loss": 40.0})
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["train/loss"]) for row in rows] == [(1, 1), (2, 2), (3, 3), (4, 40)]
-    assert again.history == rows
+    assert resumed.history == rows
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
@@ -85,7 +85,7 @@ def test_other_names_are_not_documented(name: str) -> None:
 
 
 def test_a_sink_gets_every_step_in_order_and_is_closed() -> None:
-    recorder = Recorder()
+    recorder = RecordingSink()
     sink = GuardedSink("recorder", lambda: recorder)
     for step in range(100):
         sink.log(step, {"a": float(step)})
@@ -96,13 +96,13 @@ def test_a_sink_gets_every_step_in_order_and_is_closed() -> None:
 
 
 def test_what_is_changed_after_logging_does_not_reach_a_sink() -> None:
-    hold, recorder = threading.Event(), Recorder()
-    recorder.odd = lambda: hold.wait(10)
+    release, recorder = threading.Event(), RecordingSink()
+    recorder.on_log = lambda: release.wait(10)
     sink = GuardedSink("recorder", lambda: recorder)
     metrics = {"a": 1.0}
     sink.log(1, metrics)
     metrics["a"] = 2.0
-    hold.set()
+    release.set()
     sink.close()
     assert recorder.rows == [(1, {"a": 1.0})]
 
@@ -110,40 +110,40 @@ def test_what_is_changed_after_logging_does_not_reach_a_sink() -> None:
 def test_a_sink_that_raises_is_switched_off_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sink = GuardedSink("tracker", lambda: Recorder(fail))
+    sink = GuardedSink("tracker", lambda: RecordingSink(fail))
     log = MetricLog(tmp_path, [sink])
     log.log(1, {"a": 1.0})
     sink._thread.join(10)
     log.log(2, {"a": 2.0})
     log.close()
     assert sink.failure == "ConnectionError: the server is gone"
-    warned = [record.getMessage() for record in caplog.records]
-    assert warned == ["metrics sink tracker stopped: ConnectionError: the server is gone"]
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == ["metrics sink tracker stopped: ConnectionError: the server is gone"]
     assert [row["step"] for row in read_metrics(log.path)] == [1, 2]
 
 
 def test_a_sink_that_sleeps_does_not_slow_the_caller() -> None:
-    hold = threading.Event()
-    sink = GuardedSink("sleeper", lambda: Recorder(lambda: hold.wait(10)))
-    begun = time.perf_counter()
+    release = threading.Event()
+    sink = GuardedSink("sleeper", lambda: RecordingSink(lambda: release.wait(10)))
+    started_at = time.perf_counter()
     for step in range(200):
         sink.log(step, {"a": 1.0})
     sink.close(grace_s=0.1)
-    assert time.perf_counter() - begun < 1
-    hold.set()
+    assert time.perf_counter() - started_at < 1
+    release.set()
     sink._thread.join(10)
     assert not sink._thread.is_alive()
 
 
 def test_a_flood_is_cut_and_counted_and_the_sink_still_ends_in_order() -> None:
-    entered, hold, recorder = threading.Event(), threading.Event(), Recorder()
-    recorder.odd = lambda: (entered.set(), hold.wait(10))
+    entered, release, recorder = threading.Event(), threading.Event(), RecordingSink()
+    recorder.on_log = lambda: (entered.set(), release.wait(10))
     sink = GuardedSink("slow", lambda: recorder, capacity=3)
     sink.log(0, {"a": 1.0})
     assert entered.wait(10)
     for step in range(1, 50):
         sink.log(step, {"a": 1.0})
-    threading.Timer(0.05, hold.set).start()
+    threading.Timer(0.05, release.set).start()
     sink.close()
     assert recorder.closed
     assert [step for step, _ in recorder.rows] == [0, 1, 2, 3]
@@ -151,20 +151,20 @@ def test_a_flood_is_cut_and_counted_and_the_sink_still_ends_in_order() -> None:
 
 
 def test_a_sink_that_failed_while_its_queue_was_full_is_closed_at_once() -> None:
-    sink = GuardedSink("broken", lambda: Recorder(fail), capacity=1)
+    sink = GuardedSink("broken", lambda: RecordingSink(fail), capacity=1)
     for step in range(50):
         sink.log(step, {"a": 1.0})
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     sink.close()
-    assert time.perf_counter() - begun < 1
+    assert time.perf_counter() - started_at < 1
     assert sink.failure is not None
 
 
 def test_tensorboards_own_loader_reads_the_event_files(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    kind = resolve("sinks", "tensorboard")
-    sink = GuardedSink("tensorboard", lambda: kind(tmp_path, "toy", {}))
+    sink_class = resolve("sinks", "tensorboard")
+    sink = GuardedSink("tensorboard", lambda: sink_class(tmp_path, "toy", {}))
     sink.log(1, {"train/loss": 0.5, "eval/pass@1": 0.25})
     sink.log(2, {"train/loss": 0.125})
     sink.close()

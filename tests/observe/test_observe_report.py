@@ -1,4 +1,4 @@
-"""What one looks at: the live view, the curves and the page."""
+"""The displays of a run: the live view, the curves and the report page."""
 
 import logging
 import re
@@ -26,7 +26,7 @@ ALLOWED = {*"html head meta title style body h1 h2 table tr td th pre img".split
 EVIL = "<script>alert('x')</script><img src=x onerror=alert(1)>"
 
 
-class Tags(HTMLParser):
+class ParsedPage(HTMLParser):
     """The tags of a page with their attributes, and the text between them."""
 
     def __init__(self, page: str) -> None:
@@ -42,24 +42,24 @@ class Tags(HTMLParser):
         self.text += data
 
 
-def size_of_png(data: bytes) -> tuple[int, int]:
+def read_png_size(data: bytes) -> tuple[int, int]:
     """Width and height, after checking the signature and the checksum of every chunk."""
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    kinds, place = [], 8
-    while place < len(data):
-        (length,) = struct.unpack(">I", data[place : place + 4])
-        chunk = data[place + 4 : place + 8 + length]
+    kinds, offset = [], 8
+    while offset < len(data):
+        (length,) = struct.unpack(">I", data[offset : offset + 4])
+        chunk = data[offset + 4 : offset + 8 + length]
         assert (
-            struct.pack(">I", zlib.crc32(chunk)) == data[place + 8 + length : place + 12 + length]
+            struct.pack(">I", zlib.crc32(chunk)) == data[offset + 8 + length : offset + 12 + length]
         )
         kinds.append(chunk[:4])
-        place += 12 + length
+        offset += 12 + length
     assert (kinds[0], kinds[-1]) == (b"IHDR", b"IEND")
     return struct.unpack(">II", data[16:24])
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Tags:
+def page(tmp_path_factory: pytest.TempPathFactory) -> ParsedPage:
     comparison = SampleComparison(EVIL, EVIL, EVIL, EVIL, before_ok=False, after_ok=True)
     path = write_report(
         tmp_path_factory.mktemp("report") / "report.html",
@@ -70,17 +70,17 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Tags:
         comparisons=[comparison],
         reliability=Reliability(Goodput()),
     )
-    return Tags(path.read_text("utf-8"))
+    return ParsedPage(path.read_text("utf-8"))
 
 
-def test_the_page_shows_what_a_model_wrote_as_text_and_nothing_else(page: Tags) -> None:
+def test_the_page_shows_what_a_model_wrote_as_text_and_nothing_else(page: ParsedPage) -> None:
     assert {tag for tag, _ in page.tags} <= ALLOWED
     assert sum(tag == "img" for tag, _ in page.tags) == 1
-    assert page.text.count(EVIL) == 8  # Twice the title, a fact, advice, and four in the exchange.
+    assert page.text.count(EVIL) == 8  # Title twice, a fact, advice, four in the comparison.
     assert not [name for _, attributes in page.tags for name in attributes if name[:2] == "on"]
 
 
-def test_the_page_forbids_scripts_and_loads_nothing(page: Tags) -> None:
+def test_the_page_forbids_scripts_and_loads_nothing(page: ParsedPage) -> None:
     policies = [a["content"] for t, a in page.tags if a.get("http-equiv")]
     assert policies == ["default-src 'none'; img-src data:; style-src 'unsafe-inline'"]
     sources = [value for _, a in page.tags for name, value in a.items() if name in ("src", "href")]
@@ -89,23 +89,27 @@ def test_the_page_forbids_scripts_and_loads_nothing(page: Tags) -> None:
 
 def test_the_curves_are_a_real_png(tmp_path: Path) -> None:
     path = draw_curves(ROWS, tmp_path / "curves.png", title="toy")
-    assert size_of_png(path.read_bytes()) == (1100, 440)
+    assert read_png_size(path.read_bytes()) == (1100, 440)
 
 
 def test_a_run_without_any_step_has_a_picture_too(tmp_path: Path) -> None:
     path = draw_curves([], tmp_path / "curves.png", title="empty")
-    assert size_of_png(path.read_bytes()) == (1100, 440)
+    assert read_png_size(path.read_bytes()) == (1100, 440)
 
 
 def test_the_results_are_first_best_and_last_with_the_held_out_first() -> None:
     rows = [*ROWS, {"step": 4, "score/mean": 0.6, "eval/pass@1": 0.7, "eval/sums/pass@1": 0.7}]
-    # One domain: its curves would repeat those of all.
+    # The curves of a single domain would repeat those of all domains.
     assert summarise_curves(rows) == {
         "held-out: all": {"first": 0.8, "best": 0.8, "last": 0.7},
         "training: all": {"first": 0.1, "best": 0.9, "last": 0.6},
     }
-    two = [*rows, {"step": 5, "score/domain/words": 0.2}]
-    assert list(summarise_curves(two))[2:] == ["training: all", "training: sums", "training: words"]
+    two_domains = [*rows, {"step": 5, "score/domain/words": 0.2}]
+    assert list(summarise_curves(two_domains))[2:] == [
+        "training: all",
+        "training: sums",
+        "training: words",
+    ]
     supervised = [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": 0.5}]
     assert summarise_curves(supervised) == {"loss": {"first": 2.0, "best": 0.5, "last": 0.5}}
 
@@ -136,8 +140,8 @@ def test_a_sparkline_skips_numbers_that_are_not_finite() -> None:
 
 def test_off_a_terminal_each_step_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "rollick")
-    shown = StringIO()
-    console = Console(file=shown)
+    output = StringIO()
+    console = Console(file=output)
     with LiveView("toy", 2, mode="auto", console=console, clock=lambda: 0.0) as view:
         view.set_role_activity("policy", "train")
         view.finish_step(1, {"score/mean": 0.25, "train/loss": -0.5, "time/step": 2.0})
@@ -146,13 +150,13 @@ def test_off_a_terminal_each_step_is_one_line_of_the_log(caplog: pytest.LogCaptu
         "step 1/2  score 0.25  loss -0.5  s 2",
         "step 2/2  score 0.5",
     ]
-    assert shown.getvalue() == ""
+    assert output.getvalue() == ""
 
 
 def test_on_a_terminal_each_role_is_a_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "rollick")
-    shown = StringIO()
-    console = Console(file=shown, force_terminal=True, width=80)
+    output = StringIO()
+    console = Console(file=output, force_terminal=True, width=80)
     with LiveView("toy", 2, mode="auto", console=console) as view:
         view.set_role_activity("policy", "train")
         view.set_role_activity("generators", "-")
@@ -160,7 +164,7 @@ def test_on_a_terminal_each_role_is_a_line(caplog: pytest.LogCaptureFixture) -> 
         view.count_samples("generate", 3, 8)
         view.finish_step(1, {"score/mean": 0.25})
         view.live.refresh()
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.getvalue())
     assert re.search(r"policy +train", plain)
     assert re.search(r"generators +-", plain)
     assert "1/2" in plain
@@ -171,10 +175,10 @@ def test_on_a_terminal_each_role_is_a_line(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_off_means_off_on_a_terminal_too() -> None:
-    shown = StringIO()
-    with LiveView("toy", 2, mode="off", console=Console(file=shown, force_terminal=True)) as view:
+    output = StringIO()
+    with LiveView("toy", 2, mode="off", console=Console(file=output, force_terminal=True)) as view:
         view.finish_step(1, {})
-    assert shown.getvalue() == ""
+    assert output.getvalue() == ""
 
 
 def test_a_stopwatch_sums_the_parts_of_a_phase_and_starts_over() -> None:
@@ -190,8 +194,8 @@ def test_a_stopwatch_sums_the_parts_of_a_phase_and_starts_over() -> None:
 def test_the_table_has_a_row_for_each_domain_and_leaves_holes_empty() -> None:
     console = Console(file=StringIO(), width=80)
     console.print(evaluation_table({"sums": {"pass@1": 0.5}, "all": {"pass@1": 0.25, "low": 0.1}}))
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    cells = [re.findall(r"[\w.@]+", line) for line in shown.splitlines()]
+    output = console.file.getvalue()  # type: ignore[attr-defined]
+    cells = [re.findall(r"[\w.@]+", line) for line in output.splitlines()]
     assert ["domain", "pass@1", "low"] in cells
     assert ["sums", "0.5"] in cells
     assert ["all", "0.25", "0.1"] in cells

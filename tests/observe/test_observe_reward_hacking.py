@@ -1,4 +1,4 @@
-"""The hacking watch: each rule is provoked, and is silent where nothing breaks."""
+"""Reward-hacking alarms: each rule is provoked, and an honest run raises none."""
 
 from __future__ import annotations
 
@@ -15,35 +15,37 @@ from rollick.observe.reward_hacking import RULES, WINDOW, alarm_metrics, find_al
 STEPS = 20
 
 
-def run(**metrics: tuple[float, float]) -> list[dict[str, float]]:
-    """A run whose metrics go straight from one value to another; `score/mean` rises."""
-    named = {"score__mean": (0.2, 0.8), **metrics}
+def make_rows(**metrics: tuple[float, float]) -> list[dict[str, float]]:
+    """Rows of a run whose metrics change linearly from one value to another. `score/mean` rises."""
+    ranges = {"score__mean": (0.2, 0.8), **metrics}
     return [
         {
             name.replace("__", "/"): first + (last - first) * step / (STEPS - 1)
-            for name, (first, last) in named.items()
+            for name, (first, last) in ranges.items()
         }
         for step in range(STEPS)
     ]
 
 
-def rules(rows: list[dict[str, float]]) -> list[str]:
+def list_alarms(rows: list[dict[str, float]]) -> list[str]:
     return list(find_alarms(rows))
 
 
 PROVOKED = {
-    "length": run(rollout__response_length=(100, 400)),
-    "length_by_truncation": run(rollout__response_length=(100, 120), rollout__truncated=(0.0, 0.9)),
-    "repetition": run(rollout__repetition=(0.05, 0.6)),
-    "format_only": run(score__part__math=(0.2, 0.2), score__part__tags=(0.1, 0.9)),
-    "identical": run(rollout__identical=(0.1, 0.9)),
-    "judge": run(score__part__judge=(0.2, 0.9), reward__mean__judge__spread=(0.05, 0.5)),
-    "judge_against_a_rule": run(
+    "length": make_rows(rollout__response_length=(100, 400)),
+    "length_by_truncation": make_rows(
+        rollout__response_length=(100, 120), rollout__truncated=(0.0, 0.9)
+    ),
+    "repetition": make_rows(rollout__repetition=(0.05, 0.6)),
+    "format_only": make_rows(score__part__math=(0.2, 0.2), score__part__tags=(0.1, 0.9)),
+    "identical": make_rows(rollout__identical=(0.1, 0.9)),
+    "judge": make_rows(score__part__judge=(0.2, 0.9), reward__mean__judge__spread=(0.05, 0.5)),
+    "judge_against_a_rule": make_rows(
         score__part__judge=(0.2, 0.9),
         reward__mean__judge__spread=(0.0, 0.0),
         score__part__math=(0.6, 0.1),
     ),
-    "held_out": run(eval__score=(0.6, 0.2)),
+    "held_out": make_rows(eval__score=(0.6, 0.2)),
 }
 
 
@@ -57,35 +59,41 @@ def test_a_rule_detects_what_gets_worse_while_the_score_rises(name: str):
 @pytest.mark.parametrize("name", PROVOKED)
 def test_no_alarm_is_raised_while_the_score_does_not_rise(name: str):
     rows = [{**row, "score/mean": 0.5, "score/part/judge": 0.5} for row in PROVOKED[name]]
-    assert rules(rows) == []
+    assert list_alarms(rows) == []
 
 
 def test_every_rule_is_provoked():
-    assert {rule for rows in PROVOKED.values() for rule in rules(rows)} == set(RULES)
+    assert {rule for rows in PROVOKED.values() for rule in list_alarms(rows)} == set(RULES)
 
 
 HONEST = {
-    "nothing_else_changes": run(rollout__response_length=(100, 110), rollout__identical=(0.1, 0.1)),
-    "answers_grow_a_little": run(rollout__response_length=(100, 150)),
-    "format_and_content_rise": run(score__part__math=(0.2, 0.8), score__part__tags=(0.1, 0.9)),
-    "a_run_of_format_alone": run(score__part__tags=(0.1, 0.9)),
-    "answers_were_alike_from_the_start": run(rollout__identical=(0.6, 0.7)),
-    "votes_come_together": run(
+    "nothing_else_changes": make_rows(
+        rollout__response_length=(100, 110), rollout__identical=(0.1, 0.1)
+    ),
+    "answers_grow_a_little": make_rows(rollout__response_length=(100, 150)),
+    "format_and_content_rise": make_rows(
+        score__part__math=(0.2, 0.8), score__part__tags=(0.1, 0.9)
+    ),
+    "a_run_of_format_alone": make_rows(score__part__tags=(0.1, 0.9)),
+    "answers_were_alike_from_the_start": make_rows(rollout__identical=(0.6, 0.7)),
+    "votes_come_together": make_rows(
         score__part__judge=(0.2, 0.9), reward__mean__judge__spread=(0.5, 0.1)
     ),
-    "validation_rises": run(eval__score=(0.2, 0.7)),
+    "validation_rises": make_rows(eval__score=(0.2, 0.7)),
 }
 
 
 @pytest.mark.parametrize("name", HONEST)
 def test_an_honest_run_raises_no_alarm(name: str):
-    assert rules(HONEST[name]) == []
+    assert list_alarms(HONEST[name]) == []
 
 
 def test_a_part_of_a_reward_is_distinguished_from_the_reward():
     parts = {"score__part__math": (0.2, 0.7), "score__part__math/format": (0.0, 1.0)}
-    assert rules(run(**parts, **{"score__part__math/correct": (0.2, 0.2)})) == ["format_only"]
-    assert rules(run(**parts, **{"score__part__math/correct": (0.2, 0.7)})) == []
+    assert list_alarms(make_rows(**parts, **{"score__part__math/correct": (0.2, 0.2)})) == [
+        "format_only"
+    ]
+    assert list_alarms(make_rows(**parts, **{"score__part__math/correct": (0.2, 0.7)})) == []
 
 
 def test_a_rise_within_the_noise_does_not_count():
@@ -105,8 +113,8 @@ def test_steps_without_the_metric_are_skipped():
     rows = [
         row for step in PROVOKED["held_out"] for row in ({"score/mean": step["score/mean"]}, step)
     ]
-    assert rules(rows) == ["held_out"]
-    assert rules([{**row, "eval/score": float("nan")} for row in rows]) == []
+    assert list_alarms(rows) == ["held_out"]
+    assert list_alarms([{**row, "eval/score": float("nan")} for row in rows]) == []
 
 
 def test_alarms_are_metrics_that_are_documented():

@@ -36,14 +36,14 @@ def test_rows_on_a_full_disk_wait_and_are_written_when_there_is_room(
 def test_a_write_that_fails_half_way_continues_at_the_same_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written, real = 0, os.write
+    written, real_write = 0, os.write
 
     def write(descriptor: int, data: bytearray) -> int:
         nonlocal written
         if written >= 10:
             raise OSError(28, "No space left on device")
         written += 5
-        return real(descriptor, data[:5])
+        return real_write(descriptor, data[:5])
 
     file = RowFile(tmp_path / "rows.jsonl")
     with monkeypatch.context() as patch:

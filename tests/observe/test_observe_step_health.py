@@ -1,4 +1,4 @@
-"""Which steps are called troubled: explosions and dead policies, and none of the healthy runs."""
+"""Troubled steps: exploding gradients and collapsed policies, but no step of a healthy run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECORDED = [path for path in sorted(RESULTS.glob("*.jsonl")) if "engine_steps" n
 HEALTHY = StepSignals(0.5, -0.01, entropy=1.2, mismatch_kl=0.001)
 
 
-def after_healthy_steps(count: int = MIN_STEPS) -> StepHealth:
+def examine_healthy_steps(count: int = MIN_STEPS) -> StepHealth:
     health = StepHealth()
     assert not any(health.examine(HEALTHY) for _ in range(count))
     return health
@@ -46,7 +46,7 @@ def test_no_step_of_a_recorded_run_is_troubled(path: Path) -> None:
     ],
 )
 def test_a_step_far_outside_the_healthy_ones_is_troubled(step: StepSignals, trouble: str) -> None:
-    health = after_healthy_steps()
+    health = examine_healthy_steps()
     assert trouble in health.examine(step)
     assert health.examine(HEALTHY) == "", "troubled steps do not change what is usual"
 
@@ -61,13 +61,13 @@ def test_a_step_far_outside_the_healthy_ones_is_troubled(step: StepSignals, trou
     ],
 )
 def test_a_step_within_what_healthy_runs_show_is_not_troubled(step: StepSignals) -> None:
-    assert after_healthy_steps().examine(step) == ""
+    assert examine_healthy_steps().examine(step) == ""
 
 
 def test_the_first_gradients_may_grow() -> None:
     health = StepHealth()
-    gradients = (0.001, 0.1, 1.0, 1.0)
-    assert not any(health.examine(replace(HEALTHY, grad_norm=each)) for each in gradients)
+    grad_norms = (0.001, 0.1, 1.0, 1.0)
+    assert not any(health.examine(replace(HEALTHY, grad_norm=norm)) for norm in grad_norms)
 
 
 def test_a_resumed_run_knows_what_was_usual() -> None:

@@ -1,4 +1,4 @@
-"""Text of models on a terminal: visible, and without effect on the terminal."""
+"""Model text on a terminal: control characters are shown as symbols and have no effect."""
 
 import io
 import subprocess
@@ -16,8 +16,8 @@ ATTACK = "a\x1b[2J\x1b]0;owned\x07b\x9b31mc\u202ed\re"
 
 
 def test_control_characters_become_symbols_and_other_text_stays():
-    shown = escape_controls(ATTACK)
-    assert shown == "a␛[2J␛]0;owned␇b\ufffd31mc\ufffdd␍e"
+    output = escape_controls(ATTACK)
+    assert output == "a␛[2J␛]0;owned␇b\ufffd31mc\ufffdd␍e"
     assert escape_controls("line\n\tünïcode 漢字 🎲") == "line\n\tünïcode 漢字 🎲"
 
 
@@ -62,12 +62,12 @@ except ValueError as error:
     logging.getLogger("rollick.rewards").exception("a reward failed: %s", error)
 """
     command = [sys.executable, "-c", code, ATTACK]
-    shown = subprocess.run(command, capture_output=True, check=True).stderr.decode()
-    assert shown.count("␛[2J") == 2
-    assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(shown)
+    output = subprocess.run(command, capture_output=True, check=True).stderr.decode()
+    assert output.count("␛[2J") == 2
+    assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(output)
 
 
 def test_long_texts_are_cleaned_quickly():
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     escape_controls("\x1b" * 1_000_000)
-    assert time.perf_counter() - begun < 5
+    assert time.perf_counter() - started_at < 5

@@ -1,4 +1,4 @@
-"""The trace: what is kept of every sample's sample, and the picture that is made of it."""
+"""The trace: the spans of every sample, and the timeline that is built from them."""
 
 import json
 import logging
@@ -68,8 +68,8 @@ def open_trace(folder: Path, *, limit: int = 1_000_000) -> tuple[Trace, Clock]:
     return Trace(folder, clock=clock, limit_bytes=limit, zero=1000.0), clock
 
 
-def spans_of(timeline: RunTimeline) -> dict[str, list[tuple[str, str, float, float]]]:
-    """Each sample's stretches: stage, detail, begin and end in seconds."""
+def sample_spans(timeline: RunTimeline) -> dict[str, list[tuple[str, str, float, float]]]:
+    """The spans of each sample: stage, detail, begin and end in seconds."""
     return {
         str(sample.uid): [(s.stage, s.detail, s.begin / 1e6, s.end / 1e6) for s in sample.spans]
         for sample in timeline.samples
@@ -78,7 +78,7 @@ def spans_of(timeline: RunTimeline) -> dict[str, list[tuple[str, str, float, flo
 
 @pytest.fixture
 def two_samples(tmp_path: Path) -> Path:
-    """A group of two that is trained in step 1: the second is done two seconds after the first."""
+    """The trace of a group of two that is trained in step 1. The second sample ends 2 s later."""
     trace, clock = open_trace(tmp_path)
     for index, seconds in ((0, 1.0), (1, 3.0)):
         uid = SampleId(7, index)
@@ -116,7 +116,7 @@ def test_each_activity_of_a_sample_has_a_stage_in_the_timeline() -> None:
 
 
 def test_a_sample_waits_for_its_group_then_for_its_batch_and_is_trained(two_samples: Path) -> None:
-    timelines = spans_of(build_timeline(read_trace(two_samples)))
+    timelines = sample_spans(build_timeline(read_trace(two_samples)))
     assert timelines["g7.0"] == [
         ("queued", "", 0, 1),
         ("decode", "", 1, 2),
@@ -135,7 +135,7 @@ def test_the_wait_of_a_batch_that_was_not_trained_ends_with_the_trace(tmp_path: 
     trace.record_batch([SampleId(0, 0)], step=1)
     trace.flush()
     timeline = build_timeline(read_trace(tmp_path))
-    assert spans_of(timeline) == {
+    assert sample_spans(timeline) == {
         "g0.0": [("reward", "", 0, 1), ("waiting", "for its batch", 1, 2)],
     }
     assert timeline.num_trained == 0
@@ -146,7 +146,7 @@ def test_the_sessions_of_a_run_are_put_on_one_clock(tmp_path: Path) -> None:
         trace = Trace(tmp_path, clock=Clock(), limit_bytes=10**6, zero=zero)
         trace.record_span(SampleId(0, index), SCORING, 5.0, 6.0)
         trace.flush()
-    timelines = spans_of(build_timeline(read_trace(tmp_path)))
+    timelines = sample_spans(build_timeline(read_trace(tmp_path)))
     assert timelines == {"g0.0": [("reward", "", 0, 1)], "g0.1": [("reward", "", 60, 61)]}
 
 
@@ -188,10 +188,10 @@ def test_a_disk_that_refuses_switches_the_trace_off_and_nothing_else(
 
 
 def test_a_line_that_a_kill_cut_short_is_left_out(two_samples: Path) -> None:
-    full_run = read_trace(two_samples)
+    complete_rows = read_trace(two_samples)
     with (two_samples / TRACE).open("a") as file:
         file.write('{"step":2,"zero":1000.0,"spans":[[8,0,"wai')
-    assert read_trace(two_samples) == full_run
+    assert read_trace(two_samples) == complete_rows
 
 
 def test_rows_of_steps_that_will_be_repeated_are_dropped(tmp_path: Path) -> None:
@@ -219,13 +219,13 @@ def test_an_arrow_leads_from_each_sample_to_its_training_step(two_samples: Path)
     assert [e["id"] for e in starts] == [e["id"] for e in ends] == [1, 2]
     [train] = [e for e in events if e["ph"] == "X" and e["name"] == "train 1"]
     for start, end in zip(starts, ends, strict=True):
-        [begun] = [e for e in slices_at(events, start) if e["cat"] == "trained"]
-        assert begun["args"]["step"] == 1
+        [trained_slice] = [e for e in slices_at(events, start) if e["cat"] == "trained"]
+        assert trained_slice["args"]["step"] == 1
         assert slices_at(events, end) == [train]
 
 
 def slices_at(events: list[dict[str, Any]], mark: dict[str, Any]) -> list[dict[str, Any]]:
-    """The slices on the mark's track that hold its moment."""
+    """The slices on the track of the mark that contain its time."""
     return [
         event
         for event in events
@@ -236,14 +236,14 @@ def slices_at(events: list[dict[str, Any]], mark: dict[str, Any]) -> list[dict[s
 
 
 def check_format(events: list[dict[str, Any]]) -> None:
-    """What the trace event format asks of the kinds of events that are used."""
+    """Check that the events follow the trace event format."""
     lanes: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    named = {e["pid"] for e in events if e["name"] == "process_name"}
+    process_ids = {e["pid"] for e in events if e["name"] == "process_name"}
     for event in events:
         assert event["ph"] in ("X", "M", "s", "f")
         assert isinstance(event["pid"], int)
         assert isinstance(event["tid"], int)
-        assert event["pid"] in named
+        assert event["pid"] in process_ids
         if event["ph"] == "M":
             continue
         assert isinstance(event["ts"], int)
@@ -262,9 +262,9 @@ def check_format(events: list[dict[str, Any]]) -> None:
 def test_every_trained_sample_of_a_run_has_its_full_timeline(
     run_toy: Run, tmp_path: Path, staleness: int
 ) -> None:
-    # Most groups are dropped, so the timeline has samples of both kinds.
-    dropping = "data.domains.letters.rewards=[rollick.testing.toys:says_letter]"
-    options = [f"rollout.max_staleness={staleness}", "devices.generators=cpu:1-2", dropping]
+    # This reward drops most groups, so the timeline has trained and dropped samples.
+    rewards_option = "data.domains.letters.rewards=[rollick.testing.toys:says_letter]"
+    options = [f"rollout.max_staleness={staleness}", "devices.generators=cpu:1-2", rewards_option]
     result = run_toy(*options, steps=3)
     timeline = write_timeline(result.folder, tmp_path / "trace.json")
     document = json.loads((tmp_path / "trace.json").read_text())
@@ -278,7 +278,7 @@ def test_every_trained_sample_of_a_run_has_its_full_timeline(
     for step, row in enumerate(rows, 1):
         assert sum(sample.step == step for sample in trained) == row["rollout/samples"] > 0
     for sample in trained:
-        stages = [stretch.stage for stretch in sample.spans]
+        stages = [sample_span.stage for sample_span in sample.spans]
         on_engine = stages[: stages.index("reward")]
         assert on_engine in (
             ["queued", "prefill", "decode"],
@@ -325,8 +325,10 @@ def test_repeated_steps_are_traced_once_and_completely(run_toy: Run, staleness: 
     for step, row in enumerate(rows, 1):
         trained = [sample for sample in timeline.samples if sample.step == step]
         assert len(trained) == row["rollout/samples"]
-        stages = [[stretch.stage for stretch in sample.spans] for sample in trained]
-        assert all(of_one[0] == "queued" and "reward" in of_one for of_one in stages)
+        stages = [[sample_span.stage for sample_span in sample.spans] for sample in trained]
+        assert all(
+            sample_stages[0] == "queued" and "reward" in sample_stages for sample_stages in stages
+        )
 
 
 async def test_what_a_checkpoint_holds_stays_in_the_trace_when_later_steps_are_forgotten(
@@ -345,7 +347,7 @@ async def test_what_a_checkpoint_holds_stays_in_the_trace_when_later_steps_are_f
 
 
 async def test_a_cancelled_sample_keeps_its_last_span() -> None:
-    spans_of: list[tuple[SampleId, SampleActivity]] = []
+    sample_spans: list[tuple[SampleId, SampleActivity]] = []
 
     async def score(sample: Sample) -> Score:
         return Score(1.0)
@@ -358,12 +360,12 @@ async def test_a_cancelled_sample_keeps_its_last_span() -> None:
         episode=single_turn(FakeCodec(), Sampling(), seed=0),
         score=score,
         stuck_after_s=5.0,
-        record_span=lambda uid, activity, begin, end: spans_of.append((uid, activity)),
+        record_span=lambda uid, activity, begin, end: sample_spans.append((uid, activity)),
     )
     engine = FakeEngine(seconds=lambda request: inf if request.uid.index else 0.0)
     async with Rollout.open(deps, [engine]) as rollout:
         await rollout.take()
-    assert [what for uid, what in spans_of if uid == (0, 1)] == [
+    assert [span_activity for uid, span_activity in sample_spans if uid == (0, 1)] == [
         WAITING_FOR_ENGINE,
         generating_on(0),
     ]

@@ -1,4 +1,4 @@
-"""Runs whose samples play environments: what is trained, validated, recorded, counted, resumed."""
+"""Runs with environments: training, validation, records, failure counts and resume."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ GAMES = [
 ]
 
 
-def recipe_of(folder: Path, *, bad: bool = False, pipeline: str = "agentic") -> dict[str, Any]:
+def make_recipe(folder: Path, *, bad: bool = False, pipeline: str = "agentic") -> dict[str, Any]:
     (folder / "mine.py").write_text(ENVS)
     sizes = {"hidden": 16, "layers": 1, "heads": 2, "kv_heads": 2, "max_length": 32}
     model = save_tiny(folder / "model", alphabet=LETTERS, **sizes)
@@ -103,33 +103,33 @@ def load(recipe: dict[str, Any], folder: Path) -> LoadedRecipe:
     return recipe_from_dict(recipe, base_dir=folder)
 
 
-def rows_of(result: RunResult, name: str) -> list[dict[str, Any]]:
+def read_rows(result: RunResult, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (result.folder / name).read_text("utf-8").splitlines()]
 
 
 @pytest.fixture(scope="module")
 def full_run(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     folder = tmp_path_factory.mktemp("agentic")
-    recipe = recipe_of(folder)
+    recipe = make_recipe(folder)
     recipe["algorithm"] = {"advantage": "gigpo"}
     recipe["run"] |= {"steps": 12, "deterministic": True}
     return run_recipe(load(recipe, folder))
 
 
 def test_a_policy_learns_what_its_environment_rewards(full_run: RunResult) -> None:
-    success = [row["env/success"] for row in rows_of(full_run, "metrics.jsonl") if row["step"]]
+    success = [row["env/success"] for row in read_rows(full_run, "metrics.jsonl") if row["step"]]
     assert success[0] < 0.5
     assert sum(success[-3:]) / 3 > success[0] + 0.2
 
 
 def test_every_metric_of_an_agentic_run_is_documented(full_run: RunResult) -> None:
-    logged = {name for row in rows_of(full_run, "metrics.jsonl") for name in row} - {"step"}
+    logged = {name for row in read_rows(full_run, "metrics.jsonl") for name in row} - {"step"}
     assert {name for name in logged if not is_documented(name)} == set()
     assert {"env/success", "env/turns", "env/episodes", "eval/pass@1"} <= logged
 
 
 def test_the_samples_of_a_group_play_one_puzzle_and_are_recorded(full_run: RunResult) -> None:
-    rows = rows_of(full_run, "samples.jsonl")
+    rows = read_rows(full_run, "samples.jsonl")
     seeds: dict[str, set[int]] = {}
     for row in rows:
         seeds.setdefault(row["sample"].split(".")[0], set()).add(row["episode"]["seed"])
@@ -137,12 +137,12 @@ def test_the_samples_of_a_group_play_one_puzzle_and_are_recorded(full_run: RunRe
         assert row["score"] == sum(row["episode"]["rewards"])
         assert len(row["episode"]["replies"]) in (1, 2)
     assert len(seeds) == 48
-    assert {len(of) for of in seeds.values()} == {1}
+    assert {len(distinct) for distinct in seeds.values()} == {1}
 
 
 def test_validation_plays_other_seeds_the_same_ones_each_time(full_run: RunResult) -> None:
-    rows = rows_of(full_run, "validation.jsonl")
-    training = {row["episode"]["seed"] for row in rows_of(full_run, "samples.jsonl")}
+    rows = read_rows(full_run, "validation.jsonl")
+    training = {row["episode"]["seed"] for row in read_rows(full_run, "samples.jsonl")}
     by_step = {
         step: [row["episode"]["seed"] for row in rows if row["step"] == step] for step in (0, 12)
     }
@@ -154,47 +154,49 @@ def test_validation_plays_other_seeds_the_same_ones_each_time(full_run: RunResul
 def test_environments_that_raise_hang_or_return_garbage_are_counted_exactly(
     tmp_path: Path,
 ) -> None:
-    recipe = recipe_of(tmp_path, bad=True)
+    recipe = make_recipe(tmp_path, bad=True)
     recipe["rollout"] |= {"max_failed_scores": 1}
     recipe["environments"] = {"step_timeout_s": 5, "processes": 2}
     recipe["rollout"] |= {"drop_no_signal": False}
     recipe["train"] |= {"optimizer": {"lr": 1e-6}}
     result = run_recipe(load(recipe, tmp_path))
-    wrote = Counter((tmp_path / "log").read_text().split())
+    log_counts = Counter((tmp_path / "log").read_text().split())
     metrics = read_metrics(result.folder / "metrics.jsonl")
-    counted = {
+    failures = {
         name.removeprefix("env/failed/"): int(value)
         for name, value in metrics[-1].items()
         if name.startswith("env/failed/")
     }
-    happened = {name: count for name, count in wrote.items() if name != "reset"}
-    assert set(happened) == {"failed", "garbage", "timeout"}
-    assert happened["timeout"] == 1
-    assert {name: n for name, n in counted.items() if name != "lost"} == happened
-    assert metrics[-1]["env/restarts"] == wrote["timeout"]
-    # Those that the hang lost are made again, and no episode fails for that.
+    logged_failures = {name: count for name, count in log_counts.items() if name != "reset"}
+    assert set(logged_failures) == {"failed", "garbage", "timeout"}
+    assert logged_failures["timeout"] == 1
+    assert {name: n for name, n in failures.items() if name != "lost"} == logged_failures
+    assert metrics[-1]["env/restarts"] == log_counts["timeout"]
+    # Episodes that the hang lost restart, and none fails because of it.
     episodes = sum(row.get("env/episodes", 0) for row in metrics)
     assert episodes == 3 * 32
-    assert episodes <= wrote["reset"] <= episodes + metrics[-1]["env/episode_restarts"]
-    assert metrics[-1]["env/episode_restarts"] == counted["lost"] > 0
+    assert episodes <= log_counts["reset"] <= episodes + metrics[-1]["env/episode_restarts"]
+    assert metrics[-1]["env/episode_restarts"] == failures["lost"] > 0
     assert result.step == 3
 
 
 def test_a_stopped_and_resumed_run_reaches_the_same_weights(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path)
+    recipe = make_recipe(tmp_path)
     recipe["run"] |= {"steps": 4, "deterministic": True, "name": "at_once"}
-    at_once = run_recipe(load(recipe, tmp_path))
+    uninterrupted = run_recipe(load(recipe, tmp_path))
     for steps in (2, 4):
         recipe["run"] |= {"steps": steps, "name": "in_two"}
-        in_two = run_recipe(load(recipe, tmp_path), resume=steps == 4)
+        resumed = run_recipe(load(recipe, tmp_path), resume=steps == 4)
     names = ("score/mean", "train/loss", "train/grad_norm", "eval/pass@1")
-    assert [at_once.metrics[name] for name in names] == [in_two.metrics[name] for name in names]
+    assert [uninterrupted.metrics[name] for name in names] == [
+        resumed.metrics[name] for name in names
+    ]
 
 
 def test_the_solver_can_be_imitated_and_the_result_plays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = recipe_of(tmp_path, pipeline="sft")
+    recipe = make_recipe(tmp_path, pipeline="sft")
     recipe = without_rollout(recipe)
     recipe["run"]["steps"] = 25
     recipe["train"]["batch_size"] = 16
@@ -210,22 +212,24 @@ def test_the_solver_can_be_imitated_and_the_result_plays(
 
 
 def test_each_step_can_be_a_segment_of_its_own(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path)
+    recipe = make_recipe(tmp_path)
     recipe["data"]["domains"]["letters"]["environment"]["window"] = 1
     recipe["data"]["validation"]["letters"]["environment"]["window"] = 1
     recipe["algorithm"] = {"advantage": "gigpo"}
     recipe["rollout"] |= {"drop_no_signal": False}
     recipe["run"] |= {"steps": 1}
     result = run_recipe(load(recipe, tmp_path))
-    turns = Counter(len(row["episode"]["replies"]) for row in rows_of(result, "samples.jsonl"))
+    turns = Counter(len(row["episode"]["replies"]) for row in read_rows(result, "samples.jsonl"))
     assert turns[1] + turns[2] == 32
     assert turns[2] > 0
-    texts = [row for row in rows_of(result, "samples.jsonl") if len(row["episode"]["replies"]) == 2]
-    assert all(row["response"] == "\n".join(row["episode"]["replies"]) for row in texts)
+    two_turns = [
+        row for row in read_rows(result, "samples.jsonl") if len(row["episode"]["replies"]) == 2
+    ]
+    assert all(row["response"] == "\n".join(row["episode"]["replies"]) for row in two_turns)
 
 
 def test_a_run_whose_policy_summarises_counts_and_trains_every_summary(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path)
+    recipe = make_recipe(tmp_path)
     window = {"window": {"turns": 1, "summary": {"tokens": 3, "request": "?"}}}
     recipe["data"]["domains"]["letters"]["environment"] |= window
     recipe["data"]["validation"]["letters"]["environment"] |= window
@@ -234,7 +238,7 @@ def test_a_run_whose_policy_summarises_counts_and_trains_every_summary(tmp_path:
     recipe["rollout"] |= {"drop_no_signal": False}
     recipe["run"] |= {"steps": 1}
     result = run_recipe(load(recipe, tmp_path))
-    rows = rows_of(result, "samples.jsonl")
+    rows = read_rows(result, "samples.jsonl")
     episodes = [row["episode"] for row in rows]
     assert len(rows) == 32
     # An episode of two turns has one summary, after the first turn; a finished one gets none.
@@ -246,14 +250,14 @@ def test_a_run_whose_policy_summarises_counts_and_trains_every_summary(tmp_path:
     assert written > 0
     assert result.metrics["env/summaries"] == written / 32
     assert result.metrics["train/tokens"] == sum(row["response_tokens"] for row in rows)
-    summed_up = next(row for row in rows if row["episode"]["summaries"])
-    again = rerun_episode(summed_up["episode"], base=tmp_path)
-    lines = describe_episode(summed_up, again).splitlines()
-    assert "~ " + summed_up["episode"]["summaries"][0][1].splitlines()[0] in lines
+    summarised = next(row for row in rows if row["episode"]["summaries"])
+    rerun = rerun_episode(summarised["episode"], base=tmp_path)
+    lines = describe_episode(summarised, rerun).splitlines()
+    assert "~ " + summarised["episode"]["summaries"][0][1].splitlines()[0] in lines
 
 
 def test_domains_with_and_without_an_environment_are_mixed_by_share(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path)
+    recipe = make_recipe(tmp_path)
     recipe["data"]["domains"]["plain"] = {
         "source": "object:rows", "rewards": ["exact_match"], "share": 1.0,
     }  # fmt: skip
@@ -263,7 +267,7 @@ def test_domains_with_and_without_an_environment_are_mixed_by_share(tmp_path: Pa
     objects = RunObjects(prompts={"rows": rows})
     loaded = recipe_from_dict(recipe, base_dir=tmp_path, objects=objects.names)
     result = run_recipe(loaded, objects=objects)
-    episodes = Counter("episode" in row for row in rows_of(result, "samples.jsonl"))
+    episodes = Counter("episode" in row for row in read_rows(result, "samples.jsonl"))
     assert episodes == {True: 16, False: 16}
 
 
@@ -294,7 +298,7 @@ print(again)
 def test_an_agent_that_only_knows_a_base_url_is_trained_and_its_failures_are_counted(
     tmp_path: Path,
 ) -> None:
-    recipe = recipe_of(tmp_path)
+    recipe = make_recipe(tmp_path)
     (tmp_path / "agent.py").write_text(AGENT)
     domain = {"source": "object:rows", "rewards": ["exact_match"], "agent": "agent.py"}
     recipe["data"] = {"domains": {"letters": domain}}
@@ -308,7 +312,7 @@ def test_an_agent_that_only_knows_a_base_url_is_trained_and_its_failures_are_cou
     result = run_recipe(
         recipe_from_dict(recipe, base_dir=tmp_path, objects=objects.names), objects=objects
     )
-    samples = rows_of(result, "samples.jsonl")
+    samples = read_rows(result, "samples.jsonl")
     status = {row["prompt"]: row["status"] for row in samples}
     assert status == {"a": "ok", "b": "ok", "c": "timeout", "d": "failed"}
     assert "no idea" in next(row["detail"] for row in samples if row["prompt"] == "d")
@@ -319,7 +323,7 @@ def test_an_agent_that_only_knows_a_base_url_is_trained_and_its_failures_are_cou
 
 
 WIDE = {"turns": 2, "carried": 2}
-SUMMED_UP = {"turns": 2, "summary": {}}
+WITH_SUMMARY = {"turns": 2, "summary": {}}
 
 
 @pytest.mark.parametrize(
@@ -342,7 +346,7 @@ SUMMED_UP = {"turns": 2, "summary": {}}
             {
                 "pipeline": "sft",
                 "data": {
-                    "domains": {"a": {"environment": {"name": "sokoban", "window": SUMMED_UP}}}
+                    "domains": {"a": {"environment": {"name": "sokoban", "window": WITH_SUMMARY}}}
                 },
             },
             "solvers write no summaries",
@@ -353,11 +357,11 @@ def test_mistakes_of_a_recipe_with_environments_are_reported(
     tmp_path: Path, change: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
-        load(recipe_of(tmp_path) | change, tmp_path)
+        load(make_recipe(tmp_path) | change, tmp_path)
 
 
 def test_agentic_without_an_environment_is_refused(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path)
+    recipe = make_recipe(tmp_path)
     domain = {"source": "rollick.testing.toys:letter_rows", "rewards": ["exact_match"]}
     recipe["data"] = {"domains": {"a": domain}}
     with pytest.raises(ConfigError, match="needs a domain with an environment"):
@@ -372,7 +376,7 @@ def test_held_out_maps_are_no_training_maps() -> None:
         ]
         boards[split] = {str(lake.reset(seed)[0]) for seed, lake in enumerate(lakes)}
     assert not boards["train"] & boards["held_out"]
-    assert min(len(of) for of in boards.values()) > 100
+    assert min(len(distinct) for distinct in boards.values()) > 100
 
 
 @pytest.mark.parametrize("name", GAMES)
@@ -381,7 +385,7 @@ def test_the_recipes_of_the_games_are_right(name: str) -> None:
     (training,), (held_out,) = recipe.data.domains.values(), recipe.data.validation.values()
     assert training.environment is not None
     assert held_out.environment is not None
-    # Questions of arithmetic have no split: the seeds of validation make other ones.
+    # Arithmetic questions have no split: the seeds of validation give other questions.
     splits = (None, None) if name.startswith("tools_math") else ("train", "held_out")
     specs = (training.environment, held_out.environment)
     assert tuple(spec.options.get("split") for spec in specs) == splits
@@ -401,8 +405,8 @@ def test_the_tiny_recipes_of_agents_run_from_warm_up_to_rl(
             pytest.skip("the shared datasets are not here")
         model = tiny_agents.save_shop_model(tmp_path / "model", str(PRODUCTS), lessons=1)
         for part in ("domains", "validation"):
-            where = f"data.{part}.shop.environment.options.products"
-            options.append(f"{where}={json.dumps(str(PRODUCTS))}")
+            key = f"data.{part}.shop.environment.options.products"
+            options.append(f"{key}={json.dumps(str(PRODUCTS))}")
     else:
         model = tiny_agents.save_tools_model(tmp_path / "model")
     options += [f"run.folder={json.dumps(str(tmp_path))}", "run.steps=1", "run.threads=1"]

@@ -26,34 +26,39 @@ Toy = Callable[..., LoadedRecipe]
 RunToy = Callable[..., RunResult]
 
 PPO = ("algorithm=ppo", "critic.optimizer.lr=3e-3")
-LEARNING = ("learner", "critic")
-CLOCKED = ("time/", "speed/", "controller/event_loop_lag", "memory/")
+TRAINED_ROLES = ("learner", "critic")
+NOT_REPRODUCIBLE = ("time/", "speed/", "controller/event_loop_lag", "memory/")
 LETTERS = "rollick.testing.toys:letter_rows"
 SAYS = "rollick.testing.toys:says_letter"
 
 
-def figures(result: RunResult) -> list[dict[str, float]]:
-    """The metrics of each step, without what depends on clock and machine."""
+def read_metric_rows(result: RunResult) -> list[dict[str, float]]:
+    """The metrics of each step, without those that depend on time and machine."""
     lines = (result.folder / "metrics.jsonl").read_text("utf-8").splitlines()
     rows: list[dict[str, float]] = [json.loads(line) for line in lines]
-    return [{k: v for k, v in row.items() if not k.startswith(CLOCKED)} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(NOT_REPRODUCIBLE)} for row in rows]
 
 
-def newest(result: RunResult) -> Path:
+def find_newest(result: RunResult) -> Path:
     return sorted((result.folder / "checkpoints").glob("step-*"))[-1]
 
 
-def state_of(result: RunResult, name: str) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in (newest(result) / name).iterdir()}
+def read_state(result: RunResult, name: str) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in (find_newest(result) / name).iterdir()}
 
 
 def test_the_critic_is_trained_in_each_step_and_reports_its_metrics(run_toy: RunToy) -> None:
     result = run_toy(*PPO, "train.minibatches=2", steps=3)
-    rows = figures(result)
+    rows = read_metric_rows(result)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert [row["version"] for row in rows] == [1, 2, 3]
-    named = {"critic/loss", "critic/explained_variance", "critic/lr", "critic/mean/value_error"}
-    assert all(named <= row.keys() for row in rows)
+    critic_metrics = {
+        "critic/loss",
+        "critic/explained_variance",
+        "critic/lr",
+        "critic/mean/value_error",
+    }
+    assert all(critic_metrics <= row.keys() for row in rows)
     assert all(is_documented(name) for row in rows for name in row.keys() - {"step"})
     assert [row["critic/tokens"] for row in rows] == [row["train/tokens"] for row in rows]
 
@@ -62,22 +67,25 @@ def test_a_resumed_run_with_a_critic_equals_an_uninterrupted_one(run_toy: RunToy
     options = (*PPO, "run.deterministic=true", "train.minibatches=2", "critic.warmup_steps=1")
     full_run = run_toy(*options, name="critic-whole", steps=6)
     run_toy(*options, name="critic-halved", steps=3)
-    halved = run_toy(*options, name="critic-halved", steps=6, resume=True)
-    for name in LEARNING:
-        assert state_of(full_run, name) == state_of(halved, name)
-    assert figures(full_run) == figures(halved)
+    resumed = run_toy(*options, name="critic-halved", steps=6, resume=True)
+    for name in TRAINED_ROLES:
+        assert read_state(full_run, name) == read_state(resumed, name)
+    assert read_metric_rows(full_run) == read_metric_rows(resumed)
 
 
 def test_in_the_warm_up_only_the_critic_is_trained_and_nothing_is_published(
     run_toy: RunToy,
 ) -> None:
     result = run_toy(*PPO, "critic.warmup_steps=2", "checkpoint.every=1", steps=3)
-    rows = figures(result)
+    rows = read_metric_rows(result)
     assert [row["version"] for row in rows] == [0, 0, 1]
     assert ["train/loss" in row for row in rows] == [False, False, True]
     assert all("critic/loss" in row for row in rows)
     steps = [
-        [json.loads((folder / name / f"{name}.json").read_text())["steps"] for name in LEARNING]
+        [
+            json.loads((folder / name / f"{name}.json").read_text())["steps"]
+            for name in TRAINED_ROLES
+        ]
         for folder in sorted((result.folder / "checkpoints").glob("step-*"))
     ]
     assert steps[-2:] == [[0, 2], [1, 3]]
@@ -88,7 +96,7 @@ def test_a_critic_may_have_its_own_device_and_its_own_model(
 ) -> None:
     small = save_tiny(tmp_path / "small", hidden=16, layers=1)
     result = run_toy(*PPO, f"critic.model.path={small}", "devices.critic=cpu:1", steps=1)
-    assert "critic/loss" in figures(result)[0]
+    assert "critic/loss" in read_metric_rows(result)[0]
 
 
 def test_in_a_mixture_the_critic_learns_from_its_own_domains(run_toy: RunToy) -> None:
@@ -98,7 +106,7 @@ def test_in_a_mixture_the_critic_learns_from_its_own_domains(run_toy: RunToy) ->
     }
     # The untrained model hardly ever scores: all groups with the algorithm grpo would be dropped.
     domains["compared"]["filters"] = {"drop_no_signal": False}
-    rows = figures(run_toy(data={"domains": domains}, steps=3))
+    rows = read_metric_rows(run_toy(data={"domains": domains}, steps=3))
     learned = sum(row.get("critic/tokens", 0) for row in rows)
     assert 0 < learned < sum(row["train/tokens"] for row in rows)
 
@@ -109,9 +117,9 @@ def test_returns_too_large_for_a_gradient_stop_the_run(toy: Toy) -> None:
 
     data = {"domains": {"letters": {"source": LETTERS, "rewards": ["object:reward"]}}}
     loaded = toy(*PPO, "train.max_skipped_steps=2", data=data, steps=4)
-    with pytest.raises(RollickError, match=r"2 steps in a row .* in the critic") as stopped:
+    with pytest.raises(RollickError, match=r"2 steps in a row .* in the critic") as error:
         run_recipe(loaded, objects=RunObjects(rewards={"reward": huge}))
-    assert "critic.optimizer.lr" in stopped.value.fix
+    assert "critic.optimizer.lr" in error.value.fix
 
 
 def test_a_checkpoint_without_a_critic_cannot_be_resumed_with_one(run_toy: RunToy) -> None:
@@ -123,14 +131,14 @@ def test_a_checkpoint_without_a_critic_cannot_be_resumed_with_one(run_toy: RunTo
 def test_check_prints_the_critic_in_its_plan(toy: Toy, tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(dump_recipe(toy(*PPO).recipe), encoding="utf-8")
-    shown = CliRunner().invoke(app, ["check", str(file)])
-    assert shown.exit_code == 0, shown.output
-    lines = shown.output.splitlines()
+    cli_result = CliRunner().invoke(app, ["check", str(file)])
+    assert cli_result.exit_code == 0, cli_result.output
+    lines = cli_result.output.splitlines()
     assert any("cpu" in line and "critic 0" in line for line in lines)
     assert any(line.split()[:2] == ["train_critic", "critic"] for line in lines)
 
 
-def plans_of(loaded: LoadedRecipe) -> dict[str, PhasePlan]:
+def plan_by_phase(loaded: LoadedRecipe) -> dict[str, PhasePlan]:
     recipe = loaded.recipe
     plans = plan_residency(DeviceMap.of(recipe), plan_phases(recipe))
     return {plan.phase.name: plan for plan in plans}
@@ -141,15 +149,17 @@ def test_on_a_shared_gpu_critic_and_teacher_sleep_outside_their_phases(
 ) -> None:
     gpu = ("devices.policy=0", "devices.generators=0")
     critic, teacher = RoleRank("critic", 0), RoleRank("teacher", 0)
-    plans = plans_of(toy(*PPO, *gpu))
+    plans = plan_by_phase(toy(*PPO, *gpu))
     assert {name for name, plan in plans.items() if critic not in plan.sleeps} == {
         "annotate",
         "train_critic",
     }
     assert critic in plans["train"].sleeps
-    taught = plans_of(toy(*OPD, *gpu, f"teacher.path={tiny_folder}"))
-    assert {name for name, plan in taught.items() if teacher not in plan.sleeps} == {"annotate"}
-    separate = plans_of(toy(*PPO, *gpu, "devices.critic=1"))
+    teacher_plans = plan_by_phase(toy(*OPD, *gpu, f"teacher.path={tiny_folder}"))
+    assert {name for name, plan in teacher_plans.items() if teacher not in plan.sleeps} == {
+        "annotate"
+    }
+    separate = plan_by_phase(toy(*PPO, *gpu, "devices.critic=1"))
     assert all(critic not in plan.sleeps for plan in separate.values())
 
 
@@ -158,7 +168,7 @@ OPD = ("algorithm.advantage=opd", "algorithm.loss=reinforce", "rollout.drop_no_s
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another tiny model over the same tokens, with opinions: its logits are ten times larger."""
+    """Another tiny model with the same tokens, whose logits are ten times larger."""
     folder = save_tiny(tmp_path_factory.mktemp("teacher"), seed=7, hidden=32)
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad(), silence_transformers():
@@ -178,7 +188,7 @@ def test_a_student_approaches_its_teacher_without_a_reward(toy: Toy, teacher: Pa
         data={"domains": {"letters": {"source": LETTERS}}},
         steps=16,
     )
-    rows = figures(run_recipe(loaded))
+    rows = read_metric_rows(run_recipe(loaded))
     kl = [row["train/mean/teacher_kl"] for row in rows]
     assert sum(kl[:3]) / 3 > 1.5
     assert sum(kl[-3:]) / 3 < 0.5 * sum(kl[:3]) / 3

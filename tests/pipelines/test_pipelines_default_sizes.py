@@ -1,4 +1,4 @@
-"""The five lines: what `rollick.train` chooses by the device, and a run that ends in time."""
+"""The sizes that `rollick.train` chooses by the device, and the time limit of a run."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ GIVEN: dict[str, Any] = {
 RunToy = Callable[..., rollick.RunResult]
 
 
-def sized(has_gpu: bool = False, **given: Any) -> rollick.Recipe:
-    return parse_recipe(add_default_sizes({**GIVEN, **given}, has_gpu=has_gpu))
+def make_sized_recipe(has_gpu: bool = False, **overrides: Any) -> rollick.Recipe:
+    return parse_recipe(add_default_sizes({**GIVEN, **overrides}, has_gpu=has_gpu))
 
 
-def tokens_of(recipe: rollick.Recipe) -> int:
+def count_tokens(recipe: rollick.Recipe) -> int:
     """The most tokens that a run samples, if no group is dropped."""
     rollout = rl_recipe(recipe).rollout
     samples = recipe.run.steps * rollout.groups_per_step * rollout.group_size
@@ -36,41 +36,43 @@ def tokens_of(recipe: rollick.Recipe) -> int:
 
 
 def test_on_a_cpu_a_run_is_small_and_has_a_time_limit() -> None:
-    recipe = sized()
+    recipe = make_sized_recipe()
     # 135 million parameters: 8 floating-point operations for each of a token's weights.
-    operations = 8 * 135e6 * tokens_of(recipe)
+    operations = 8 * 135e6 * count_tokens(recipe)
     assert operations / 100e9 < 300  # On 2 cores with 50 gigaflops each.
     assert recipe.run.max_minutes == 5
     assert (recipe.devices.policy, recipe.devices.generators) == ("cpu", "cpu")
 
 
 def test_on_a_gpu_the_first_one_is_used_with_the_sizes_of_the_schema() -> None:
-    recipe = sized(has_gpu=True)
+    recipe = make_sized_recipe(has_gpu=True)
     assert (recipe.devices.policy, recipe.devices.generators) == ("0", "0")
     assert recipe.model_copy(update={"devices": parse_recipe(GIVEN).devices}) == parse_recipe(GIVEN)
 
 
 def test_explicit_settings_are_kept() -> None:
-    given = {
+    overrides = {
         "run": {"steps": 7},
         "rollout": {"group_size": 3},
         "sampling": {"max_tokens": 500},
         "train": {"optimizer": {"lr": 0.5}},
     }
-    recipe = rl_recipe(sized(**given))
+    recipe = rl_recipe(make_sized_recipe(**overrides))
     assert (recipe.run.steps, recipe.run.max_minutes) == (7, 0)
     assert (recipe.rollout.group_size, recipe.max_new_tokens) == (3, 500)
     assert recipe.train.optimizer.lr == 0.5
-    assert sized(has_gpu=True, devices={"policy": "cpu"}) == sized(devices={"policy": "cpu"})
-    assert tokens_of(sized(devices={"policy": 1, "generators": 1})) == tokens_of(
-        sized(has_gpu=True)
+    assert make_sized_recipe(has_gpu=True, devices={"policy": "cpu"}) == make_sized_recipe(
+        devices={"policy": "cpu"}
+    )
+    assert count_tokens(make_sized_recipe(devices={"policy": 1, "generators": 1})) == count_tokens(
+        make_sized_recipe(has_gpu=True)
     )
 
 
 def test_adapters_keep_the_learning_rate_of_the_schema() -> None:
-    lora = sized(train={"lora": {}}).train
+    lora = make_sized_recipe(train={"lora": {}}).train
     assert lora.optimizer == parse_recipe({**GIVEN, "train": {"lora": {}}}).train.optimizer
-    assert sized().train.peak_lr > parse_recipe(GIVEN).train.peak_lr
+    assert make_sized_recipe().train.peak_lr > parse_recipe(GIVEN).train.peak_lr
 
 
 def test_train_writes_the_sizes_that_it_chose_into_the_run(
@@ -85,9 +87,9 @@ def test_train_writes_the_sizes_that_it_chose_into_the_run(
         **settings,
     )
     recipe = rl_recipe(load_recipe(result.folder / "recipe.yaml", check=False).recipe)
-    chosen = rl_recipe(sized())
-    assert recipe.rollout == chosen.rollout
-    assert recipe.run.steps == chosen.run.steps
+    default = rl_recipe(make_sized_recipe())
+    assert recipe.rollout == default.rollout
+    assert recipe.run.steps == default.run.steps
 
 
 def test_a_run_ends_when_its_time_is_up_and_can_be_resumed(
@@ -96,11 +98,11 @@ def test_a_run_ends_when_its_time_is_up_and_can_be_resumed(
     options = ["evaluate.at_end=true", "run.max_minutes=1e-9"]
     first = run_toy(*options, name="short", steps=3)
     assert (first.step, first.interrupted) == (1, False)
-    assert [one.step for one in first.held_out] == [1]
+    assert [entry.step for entry in first.held_out] == [1]
     assert re.search(r"ending at step 1 of 3.*by run\.max_minutes=1e-09", caplog.text)
     assert json.loads((first.folder / "waits.json").read_text())["outcome"] == "finished"
-    rest = run_toy("evaluate.at_end=true", name="short", steps=3, resume=True)
-    assert (rest.step, [one.step for one in rest.held_out]) == (3, [1, 3])
+    resumed = run_toy("evaluate.at_end=true", name="short", steps=3, resume=True)
+    assert (resumed.step, [entry.step for entry in resumed.held_out]) == (3, [1, 3])
 
 
 SLOWS_DOWN = """
@@ -126,7 +128,7 @@ def test_a_step_that_takes_too_long_is_cut_while_it_samples(
     (tmp_path / "slow_reward.py").write_text(SLOWS_DOWN)
     monkeypatch.syspath_prepend(tmp_path)
     domain = {"source": "slow_reward:rows", "rewards": ["slow_reward:reward"]}
-    began = time.monotonic()
+    started_at = time.monotonic()
     result = run_toy(
         "run.max_minutes=0.1",
         "rollout.drop_no_signal=false",
@@ -134,7 +136,7 @@ def test_a_step_that_takes_too_long_is_cut_while_it_samples(
         rewards={"timeout_s": 100},
         steps=3,
     )
-    assert time.monotonic() - began < 45
+    assert time.monotonic() - started_at < 45
     assert (result.step, result.interrupted) == (1, False)
     assert result.training_score > 0
     assert find_checkpoint(result.folder).step == 1

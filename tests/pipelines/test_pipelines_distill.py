@@ -1,4 +1,4 @@
-"""Distillation from given completions: a tiny student, and a teacher that is surer than it."""
+"""Distillation from given completions: a tiny student and a teacher with sharper distributions."""
 
 import json
 from collections.abc import Callable
@@ -31,7 +31,7 @@ OBJECTS = RunObjects(prompts={"rows": ROWS}, rewards={"reward": lambda completio
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another model with the same tokens, whose distributions are far from flat."""
+    """Another model with the same tokens, whose distributions are far from uniform."""
     folder = save_tiny(tmp_path_factory.mktemp("teacher"), seed=1)
     with silence_transformers(), torch.no_grad():
         model = LlamaForCausalLM.from_pretrained(folder)
@@ -58,14 +58,14 @@ def distill(
     return run_recipe(loaded, objects=OBJECTS, resume=resume)
 
 
-def figures(result: RunResult) -> list[dict[str, float]]:
+def read_metric_rows(result: RunResult) -> list[dict[str, float]]:
     rows = read_metrics(result.folder / "metrics.jsonl")
     return [
         {k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))} for row in rows
     ]
 
 
-def learner_of(result: RunResult) -> Path:
+def find_learner(result: RunResult) -> Path:
     return sorted((result.folder / "checkpoints").glob("step-*"))[-1] / "learner"
 
 
@@ -73,11 +73,11 @@ def learner_of(result: RunResult) -> Path:
 def test_each_divergence_falls_to_less_than_a_tenth(
     toy: Toy, teacher: Path, divergence: str
 ) -> None:
-    rows = figures(distill(toy, teacher, loss={"divergence": divergence}, steps=16))
+    rows = read_metric_rows(distill(toy, teacher, loss={"divergence": divergence}, steps=16))
     first, last = rows[0], rows[-1]
     assert first["train/mean/divergence"] > 0.5
     assert last["train/mean/divergence"] < 0.1 * first["train/mean/divergence"]
-    # The mean over tokens is what is minimised, too.
+    # The loss is this mean over tokens.
     assert first["train/loss"] == pytest.approx(first["train/mean/divergence"], rel=1e-5)
 
 
@@ -87,15 +87,17 @@ def test_the_full_distribution_of_the_student_becomes_the_teachers(
     """Measured outside of the library, over the full vocabulary and not the most likely tokens."""
     result = distill(toy, teacher, steps=25)
     strategy = LocalStrategy(toy().recipe)
-    strategy.load(learner_of(result))
+    strategy.load(find_learner(result))
     strategy.export(tmp_path / "student")
-    before, after = (kl(teacher, student) for student in (tiny_folder, tmp_path / "student"))
+    before, after = (
+        compute_kl(teacher, student) for student in (tiny_folder, tmp_path / "student")
+    )
     assert before > 1
     assert after < 0.05 * before
 
 
 @torch.no_grad()
-def kl(teacher: Path, student: Path) -> float:
+def compute_kl(teacher: Path, student: Path) -> float:
     """KL(teacher || student) at the tokens of the answers."""
     codec = ChatCodec(load_tokenizer(ModelConfig(path=str(teacher))), "chat")
     with silence_transformers():
@@ -103,28 +105,32 @@ def kl(teacher: Path, student: Path) -> float:
     total = 0.0
     for row in ROWS:
         ids, mask = codec.encode_example([Turn("user", row["prompt"])], row["answer"])
-        given = torch.tensor(ids[:-1].astype("int64"))[None]
-        where = torch.tensor(mask[1:].copy())
-        theirs, ours = (model(given).logits[0, where].log_softmax(-1) for model in models)
-        total += (theirs.exp() * (theirs - ours)).sum(-1).mean().item()
+        input_ids = torch.tensor(ids[:-1].astype("int64"))[None]
+        answer_mask = torch.tensor(mask[1:].copy())
+        teacher_logprobs, student_logprobs = (
+            model(input_ids).logits[0, answer_mask].log_softmax(-1) for model in models
+        )
+        total += (
+            (teacher_logprobs.exp() * (teacher_logprobs - student_logprobs)).sum(-1).mean().item()
+        )
     return total / len(ROWS)
 
 
 def test_a_model_that_is_its_own_teacher_has_nothing_to_learn(toy: Toy, tiny_folder: Path) -> None:
-    rows = figures(distill(toy, tiny_folder, steps=1))
+    rows = read_metric_rows(distill(toy, tiny_folder, steps=1))
     assert rows[0]["train/mean/divergence"] == pytest.approx(0, abs=1e-6)
     assert rows[0]["train/grad_norm"] < 1e-4
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(toy: Toy, teacher: Path) -> None:
-    through = distill(toy, teacher, steps=4, name="distill_through")
+    uninterrupted = distill(toy, teacher, steps=4, name="distill_through")
     distill(toy, teacher, steps=2, name="distill_halved")
-    halved = distill(toy, teacher, steps=4, name="distill_halved", resume=True)
-    assert figures(halved) == figures(through)
-    assert contents(learner_of(halved)) == contents(learner_of(through))
+    resumed = distill(toy, teacher, steps=4, name="distill_halved", resume=True)
+    assert read_metric_rows(resumed) == read_metric_rows(uninterrupted)
+    assert read_files(find_learner(resumed)) == read_files(find_learner(uninterrupted))
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -136,8 +142,8 @@ def test_it_validates_by_generating_and_every_metric_is_documented(toy: Toy, tea
     rows = read_metrics(result.folder / "metrics.jsonl")
     assert [row["step"] for row in rows if "eval/pass@1" in row] == [0, 2, 3]
     assert result.score == 1.0
-    kept = (result.folder / "validation.jsonl").read_text("utf-8").splitlines()
-    assert [json.loads(line)["step"] for line in kept] == [0] * 8 + [2] * 8 + [3] * 8
+    lines = (result.folder / "validation.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0] * 8 + [2] * 8 + [3] * 8
     logged = {name for row in rows for name in row} - {"step"}
     assert {name for name in logged if not is_documented(name)} == set()
 

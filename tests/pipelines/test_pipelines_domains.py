@@ -1,4 +1,4 @@
-"""Domains with settings of their own: sampling, filters, figures, and a judge on the device map."""
+"""Domains with their own settings: sampling, filters and metrics; a judge on the device map."""
 
 import json
 from collections.abc import Callable
@@ -24,7 +24,7 @@ LETTERS = {
 }
 
 
-def recipe_with(first: dict[str, Any], second: dict[str, Any], **sections: Any) -> Any:
+def make_recipe(first: dict[str, Any], second: dict[str, Any], **sections: Any) -> Any:
     domains = {"first": LETTERS | first, "second": LETTERS | second}
     return recipe_from_dict(
         {"model": {"path": "x"}, "data": {"domains": domains}} | sections
@@ -33,9 +33,9 @@ def recipe_with(first: dict[str, Any], second: dict[str, Any], **sections: Any) 
 
 def test_a_domain_draws_by_its_own_settings_and_takes_the_rest_from_the_recipe() -> None:
     own = {"sampling": {"temperature": 0.5, "max_tokens": 7, "stop": ["."]}}
-    recipe = recipe_with(own, {}, sampling={"max_tokens": 20, "stop_ids": [3]})
-    drawn = training_sampling(recipe)
-    first, second = drawn(prompt(domain="first")), drawn(prompt(domain="second"))
+    recipe = make_recipe(own, {}, sampling={"max_tokens": 20, "stop_ids": [3]})
+    sampling_for = training_sampling(recipe)
+    first, second = sampling_for(prompt(domain="first")), sampling_for(prompt(domain="second"))
     assert (first.temperature, first.max_tokens, first.stop, first.stop_ids) == (
         0.5,
         7,
@@ -50,8 +50,8 @@ def test_validation_is_greedy_with_the_token_limit_of_training_unless_configured
     held_out = {"a": LETTERS, "b": LETTERS | {"sampling": {"temperature": 0.2, "max_tokens": 3}}}
     data = {"domains": domains, "validation": held_out}
     recipe = recipe_from_dict({"model": {"path": "x"}, "data": data}).recipe
-    drawn = validation_sampling(recipe)
-    a, b = drawn(prompt(domain="a")), drawn(prompt(domain="b"))
+    sampling_for = validation_sampling(recipe)
+    a, b = sampling_for(prompt(domain="a")), sampling_for(prompt(domain="b"))
     assert (a.temperature, a.max_tokens) == (0.0, 7)
     assert (b.temperature, b.max_tokens) == (0.2, 3)
 
@@ -59,24 +59,24 @@ def test_validation_is_greedy_with_the_token_limit_of_training_unless_configured
 def test_a_group_is_dropped_by_the_filters_of_its_domain() -> None:
     first = {"filters": {"drop_no_signal": False}}
     second = {"filters": {"min_spread": 0.5, "scores": [0.2, 0.8]}}
-    judge = group_filter(recipe_with(first, second))
+    judge = group_filter(make_recipe(first, second))
 
-    def reason(domain: str, *scores: float) -> str | None:
+    def drop_reason(domain: str, *scores: float) -> str | None:
         return judge(group(scores, of=prompt(domain=domain)))
 
-    assert reason("first", 1, 1) is None
-    assert reason("second", 1, 1) == "no_signal"
-    assert reason("second", 0.4, 0.6) == "no_signal"
-    assert reason("second", 0, 1) is None
-    assert reason("second", 0, 0, 0, 0, 0, 1) == "too_hard"
-    assert reason("second", 1, 1, 1, 1, 1, 0) == "too_easy"
+    assert drop_reason("first", 1, 1) is None
+    assert drop_reason("second", 1, 1) == "no_signal"
+    assert drop_reason("second", 0.4, 0.6) == "no_signal"
+    assert drop_reason("second", 0, 1) is None
+    assert drop_reason("second", 0, 0, 0, 0, 0, 1) == "too_hard"
+    assert drop_reason("second", 1, 1, 1, 1, 1, 0) == "too_easy"
 
 
 @pytest.fixture(scope="module")
 def two_domains(toy: Toy) -> RunResult:
-    where = {"answer": ["a", "b"]}
+    row_filter = {"answer": ["a", "b"]}
     domains = {
-        "short": LETTERS | {"sampling": {"max_tokens": 1}, "where": where},
+        "short": LETTERS | {"sampling": {"max_tokens": 1}, "where": row_filter},
         "long": LETTERS | {"sampling": {"max_tokens": 6}, "share": 3},
     }
     return run_recipe(
@@ -89,14 +89,14 @@ def two_domains(toy: Toy) -> RunResult:
     )
 
 
-def rows_of(run: RunResult, name: str) -> list[dict[str, Any]]:
+def read_rows(run: RunResult, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run.folder / name).read_text("utf-8").splitlines()]
 
 
 def test_samples_of_each_domain_obey_its_limit_and_its_rows_its_filter(
     two_domains: RunResult,
 ) -> None:
-    samples = rows_of(two_domains, "samples.jsonl")
+    samples = read_rows(two_domains, "samples.jsonl")
     short = [row for row in samples if row["domain"] == "short"]
     long = [row for row in samples if row["domain"] == "long"]
     assert {row["prompt"] for row in short} <= {"say a", "say b"}
@@ -106,10 +106,10 @@ def test_samples_of_each_domain_obey_its_limit_and_its_rows_its_filter(
 
 
 def test_every_figure_of_a_domain_is_logged_with_its_share(two_domains: RunResult) -> None:
-    row = rows_of(two_domains, "metrics.jsonl")[-1]
+    row = read_rows(two_domains, "metrics.jsonl")[-1]
     assert (row["rollout/domain/short/groups"], row["rollout/domain/long/groups"]) == (1, 3)
-    for figure in ("samples", "dropped", "failed_scores", "response_length", "truncated"):
-        assert f"rollout/domain/long/{figure}" in row
+    for metric in ("samples", "dropped", "failed_scores", "response_length", "truncated"):
+        assert f"rollout/domain/long/{metric}" in row
     for domain in ("short", "long"):
         assert f"score/domain/{domain}" in row
         assert row[f"eval/{domain}/pass@1_interval"] > 0
@@ -142,8 +142,8 @@ async def test_a_judge_on_the_device_map_scores_and_an_unparsable_verdict_is_a_f
     )
     async with open_run(loaded) as run:
         score = await run.scoring.score(sample(of=prompt(domain="letters")))
-        figures = run.scoring.rewards.call_counts.take_metrics()
+        metrics = run.scoring.rewards.call_counts.take_metrics()
     assert not score.ok
     assert "unparsable verdict" in score.detail
-    assert figures["reward/total/judge/requests"] == 1
-    assert figures["reward/total/judge/completion_tokens"] == 4
+    assert metrics["reward/total/judge/requests"] == 1
+    assert metrics["reward/total/judge/completion_tokens"] == 4

@@ -1,4 +1,4 @@
-"""What a step need not compute: forwards are counted."""
+"""Steps make only the forwards that they need: the forwards are counted."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from rollick.trainer.local import LocalStrategy
 
 RunToy = Callable[..., RunResult]
 
-NONE = ("algorithm.loss=ppo", "algorithm.correction=none")
+NO_CORRECTION = ("algorithm.loss=ppo", "algorithm.correction=none")
 
 
 @pytest.fixture
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The passes over batches that policies make, in order."""
-    made: list[str] = []
+    calls: list[str] = []
 
     def count(name: str) -> None:
-        full_run: Any = getattr(LocalStrategy, name)
+        method: Any = getattr(LocalStrategy, name)
 
-        def counted(self: LocalStrategy, *args: Any) -> Any:
-            made.append(name)
-            return full_run(self, *args)
+        def call_and_record(self: LocalStrategy, *args: Any) -> Any:
+            calls.append(name)
+            return method(self, *args)
 
-        monkeypatch.setattr(LocalStrategy, name, counted)
+        monkeypatch.setattr(LocalStrategy, name, call_and_record)
 
     count("logprobs")
     count("forward_backward")
-    return made
+    return calls
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        # The engine's log-probs stand for the old policy's.
+        # The engine's log-probs serve as those of the old policy.
         ((), ["forward_backward"]),
         (("train.minibatches=2",), ["forward_backward"] * 2),
         # The old policy is the one that is trained.
-        (NONE, ["forward_backward"]),
-        # It moves between two optimizer steps, and a correction compares it with the engine.
-        ((*NONE, "train.minibatches=2"), ["logprobs", *["forward_backward"] * 2]),
-        ((*NONE, "train.epochs=2"), ["logprobs", *["forward_backward"] * 2]),
+        (NO_CORRECTION, ["forward_backward"]),
+        # The policy changes between optimizer steps, and a correction compares it with the engine.
+        ((*NO_CORRECTION, "train.minibatches=2"), ["logprobs", *["forward_backward"] * 2]),
+        ((*NO_CORRECTION, "train.epochs=2"), ["logprobs", *["forward_backward"] * 2]),
         (("algorithm.correction=icepop",), ["logprobs", "forward_backward"]),
         # With adapters the reference is a forward of the policy.
         (("train.lora.rank=2", "algorithm.kl.coefficient=0.1"), ["logprobs", "forward_backward"]),

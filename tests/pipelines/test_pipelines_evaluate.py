@@ -1,4 +1,4 @@
-"""The figures of an evaluation, by hand and against brute force."""
+"""The metrics of an evaluation, checked by hand and by brute force."""
 
 import asyncio
 import json
@@ -79,7 +79,7 @@ def test_samples_that_could_not_be_scored_are_left_out_and_counted() -> None:
     assert (sums.prompts, sums.samples, sums.failed) == (2, 8, 1)
     assert sums.score == pytest.approx(5 / 7)
     assert sums.response_length == pytest.approx(9 / 8)
-    # One pass of three that were scored: pass@1 = 1/3, pass@2 = 1 - 1/3; too few for pass@4.
+    # One pass in three scored samples: pass@1 = 1/3, pass@2 = 1 - 1/3; too few for pass@4.
     assert sums.pass_at[1].value == pytest.approx((1 / 3 + 1) / 2)
     assert sums.pass_at[2].value == pytest.approx((2 / 3 + 1) / 2)
     assert sums.pass_at[4].value == 1.0
@@ -112,8 +112,8 @@ def test_metrics_keep_the_interval_of_every_k() -> None:
     assert list(figures) == ["sums", "words", "all"]
     for k in (1, 2):
         estimate = report.overall.pass_at[k]
-        shown = [figures["all"][name] for name in (f"pass@{k}", f"low@{k}", f"high@{k}")]
-        assert shown == [estimate.value, estimate.low, estimate.high]
+        interval = [figures["all"][name] for name in (f"pass@{k}", f"low@{k}", f"high@{k}")]
+        assert interval == [estimate.value, estimate.low, estimate.high]
 
 
 def test_unscored_samples_have_no_score_instead_of_zero() -> None:
@@ -126,10 +126,10 @@ def test_unscored_samples_have_no_score_instead_of_zero() -> None:
 def test_the_report_is_plain_json() -> None:
     failed = group([None], of=prompt(uid="odd/0", domain="odd"), uid=9)
     report = summarise([*GROUPS, failed], pass_k=(1,), threshold=0.999)
-    read = json.loads(json.dumps(report.to_json(), allow_nan=False))
-    assert read["domains"]["odd"]["score"] is None
-    assert read["domains"]["sums"]["failed"] == 1
-    assert read["overall"]["pass_at"]["1"]["value"] == pytest.approx((1 / 3 + 1 + 0) / 3)
+    parsed = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert parsed["domains"]["odd"]["score"] is None
+    assert parsed["domains"]["sums"]["failed"] == 1
+    assert parsed["overall"]["pass_at"]["1"]["value"] == pytest.approx((1 / 3 + 1 + 0) / 3)
 
 
 def test_pass_at_1_is_reported_even_if_only_other_k_are_configured() -> None:
@@ -148,17 +148,17 @@ def test_a_recipe_that_never_generates_cannot_evaluate(toy: Callable[..., Loaded
 def test_a_signal_stops_an_evaluation(
     toy: Callable[..., LoadedRecipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def never(run: object, prompts: object) -> None:
+    async def hang(run: object, prompts: object) -> None:
         signal.raise_signal(signal.SIGTERM)
         await asyncio.sleep(60)
 
-    monkeypatch.setattr(evaluate, "evaluate_prompts", never)
+    monkeypatch.setattr(evaluate, "evaluate_prompts", hang)
     with pytest.raises(RollickError, match="a signal stopped the evaluation"):
         wait_for(evaluate_model(toy(), checkpoint=None))
 
 
 class FakeGenerators:
-    """Engines of which some may be lost; `gained` are those that join while it waits for one."""
+    """Engines, of which some may be lost; the engines `gained` join in `wait_for_engine`."""
 
     def __init__(self, *engines: FakeEngine, gained: tuple[FakeEngine, ...] = ()) -> None:
         self.engines, self.gained = list(engines), gained
@@ -173,7 +173,7 @@ class FakeGenerators:
         return bool(self.alive)
 
 
-def run_with(generators: FakeGenerators) -> Any:
+def make_run(generators: FakeGenerators) -> Any:
     """An open run with these engines; every sample has the score 1."""
     recipe = recipe_of(Path("m"))
 
@@ -193,22 +193,22 @@ def run_with(generators: FakeGenerators) -> Any:
 
 async def test_a_validation_waits_until_a_restarted_engine_has_the_weights() -> None:
     restarted, other = FakeEngine(), FakeEngine(version=3)
-    run = run_with(FakeGenerators(restarted))
+    run = make_run(FakeGenerators(restarted))
     async with run.state.weights_lock:
         validation = asyncio.create_task(evaluate_prompts(run, [prompt(domain="none")]))
         for _ in range(20):
             await asyncio.sleep(0)
         assert not restarted.requests
-        restarted.lose()  # Its publish failed, and another took its place.
+        restarted.lose()  # Its publish failed, and another engine replaced it.
         run.roles.generators.engines.append(other)
     assert [group.start_version for group in (await validation).groups] == [3]
 
 
 async def test_a_validation_that_starts_without_an_engine_waits_for_one() -> None:
-    run = run_with(FakeGenerators(gained=(FakeEngine(),)))
+    run = make_run(FakeGenerators(gained=(FakeEngine(),)))
     assert len((await evaluate_prompts(run, [prompt(domain="none")])).groups) == 1
 
 
 async def test_a_validation_without_engines_is_an_error_that_a_retry_may_solve() -> None:
     with pytest.raises(EngineLost, match="all engines are lost"):
-        await evaluate_prompts(run_with(FakeGenerators()), [prompt(domain="none")])
+        await evaluate_prompts(make_run(FakeGenerators()), [prompt(domain="none")])

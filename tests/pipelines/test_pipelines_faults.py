@@ -25,10 +25,10 @@ from rollick.workers.learner import LearnerWorker
 
 STEPS = 2
 RAISE, HANG = 30, 35
-"""In a hundred: a lot below 30 raises, one below 35 hangs."""
+"""Bounds on the draw of a sample (0 to 99): below 30 it raises, below 35 it hangs."""
 
 
-def lot_of(uid: SampleId) -> int:
+def compute_draw(uid: SampleId) -> int:
     return stable_hash("fault", *uid) % 100
 
 
@@ -38,10 +38,10 @@ def faulty(sample: Sample) -> float:
 
     from rollick.types import stable_hash
 
-    lot = stable_hash("fault", *sample.uid) % 100
-    if lot < 30:
+    draw = stable_hash("fault", *sample.uid) % 100
+    if draw < 30:
         raise ValueError("injected")
-    if lot < 35:
+    if draw < 35:
         time.sleep(600)
     return stable_hash(sample.text) % 1000 / 1000
 
@@ -68,7 +68,7 @@ def run(loaded: LoadedRecipe) -> RunResult:
     return run_recipe(loaded, objects=RunObjects(rewards={"reward": faulty}))
 
 
-def rows_of(run: RunResult, name: str) -> list[dict[str, Any]]:
+def read_rows(run: RunResult, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run.folder / name).read_text("utf-8").splitlines()]
 
 
@@ -77,27 +77,29 @@ def test_the_run_completes(run: RunResult):
 
 
 def test_every_fault_is_counted_and_nothing_else_is(run: RunResult):
-    for row in rows_of(run, "samples.jsonl"):
+    for row in read_rows(run, "samples.jsonl"):
         group, _, index = row["sample"].removeprefix("g").partition(".")
-        lot = lot_of(SampleId(int(group), int(index)))
-        wanted = "failed" if lot < RAISE else "timeout" if lot < HANG else "ok"
-        assert row["status"] == wanted
-        assert (row["score"] is None) == (wanted != "ok")
-    for row in rows_of(run, "metrics.jsonl"):
+        draw = compute_draw(SampleId(int(group), int(index)))
+        expected = "failed" if draw < RAISE else "timeout" if draw < HANG else "ok"
+        assert row["status"] == expected
+        assert (row["score"] is None) == (expected != "ok")
+    for row in read_rows(run, "metrics.jsonl"):
         groups = load_groups(run.folder / "dumps" / f"step-{int(row['step']):06d}" / "groups")
-        lots = [lot_of(sample.uid) for group in groups for sample in group.samples]
-        faults = sum(lot < HANG for lot in lots)
-        assert 0 < faults < len(lots)
-        assert row["reward/calls/object:reward"] == len(lots)
+        draws = [compute_draw(sample.uid) for group in groups for sample in group.samples]
+        faults = sum(draw < HANG for draw in draws)
+        assert 0 < faults < len(draws)
+        assert row["reward/calls/object:reward"] == len(draws)
         assert row["reward/failed/object:reward"] == faults
-        assert row["rollout/failed_scores"] == faults / len(lots)
+        assert row["rollout/failed_scores"] == faults / len(draws)
 
 
-def clean_batch(run: RunResult, loaded: LoadedRecipe) -> Batch:
-    """What the samples of the first step without a fault give, and only they."""
+def make_clean_batch(run: RunResult, loaded: LoadedRecipe) -> Batch:
+    """The batch of those samples of the first step that had no fault."""
     groups = load_groups(run.folder / "dumps" / "step-000001" / "groups")
     clean = [
-        replace(group, members=tuple(m for m in group.members if lot_of(m.sample.uid) >= HANG))
+        replace(
+            group, members=tuple(m for m in group.members if compute_draw(m.sample.uid) >= HANG)
+        )
         for group in groups
     ]
     assert sum(len(group.members) for group in clean) < sum(len(g.members) for g in groups)
@@ -107,21 +109,21 @@ def clean_batch(run: RunResult, loaded: LoadedRecipe) -> Batch:
 
 
 def test_the_batch_is_that_of_the_samples_without_a_fault(run: RunResult, loaded: LoadedRecipe):
-    wanted = clean_batch(run, loaded)
+    expected = make_clean_batch(run, loaded)
     trained = load_batch(run.folder / "dumps" / "step-000001" / "batch")
-    for part in fields(wanted):
-        mine, theirs = getattr(wanted, part.name), getattr(trained, part.name)
-        if isinstance(mine, np.ndarray):
-            assert np.array_equal(mine, theirs), part.name
-        elif part.name == "uids":
-            assert mine == theirs
+    for item in fields(expected):
+        expected_value, trained_value = getattr(expected, item.name), getattr(trained, item.name)
+        if isinstance(expected_value, np.ndarray):
+            assert np.array_equal(expected_value, trained_value), item.name
+        elif item.name == "uids":
+            assert expected_value == trained_value
     assert np.any(trained.advantages_N)
 
 
 def test_the_gradient_is_that_of_the_samples_without_a_fault(run: RunResult, loaded: LoadedRecipe):
     strategy = LocalStrategy(loaded.recipe, device="cpu")
     learner = LearnerWorker(strategy, build_objective(loaded.recipe.algorithms), loaded.recipe)
-    metrics = learner.train(BatchShare((clean_batch(run, loaded),))).metrics()
-    first = rows_of(run, "metrics.jsonl")[0]
+    metrics = learner.train(BatchShare((make_clean_batch(run, loaded),))).metrics()
+    first = read_rows(run, "metrics.jsonl")[0]
     for name in ("train/grad_norm", "train/loss", "train/tokens"):
         assert metrics[name] == pytest.approx(first[name], rel=1e-6), name

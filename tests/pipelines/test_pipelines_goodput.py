@@ -1,4 +1,4 @@
-"""A real run books its time and its faults."""
+"""Runs account for their wall time and record their faults."""
 
 import json
 import signal
@@ -44,14 +44,14 @@ ONE_ENGINE = ("devices.generators=cpu:1", "rollout.drop_no_signal=false")
 NAMES = {f"time/goodput/{state}" for state in STATES}
 
 
-def time_rows(folder: Path) -> list[dict[str, Any]]:
+def read_time_rows(folder: Path) -> list[dict[str, Any]]:
     lines = (folder / GOODPUT).read_text("utf-8").splitlines()
     return [json.loads(line) for line in lines if line]
 
 
 def check_sums(folder: Path) -> list[dict[str, Any]]:
-    """The seconds of each row fill the time since the previous one. Returns the rows."""
-    rows = time_rows(folder)
+    """Check that the seconds of a row sum to the time since the row before. Returns the rows."""
+    rows = read_time_rows(folder)
     for before, row in pairwise(rows):
         assert sum(row["seconds"].values()) == pytest.approx(row["at"] - before["at"], abs=1e-5)
     assert (rows[0]["event"], rows[-1]["event"]) == ("opened", "stopped")
@@ -64,7 +64,7 @@ def test_the_states_of_a_run_sum_to_its_wall_time_and_are_metrics_of_its_steps(
     run_toy: RunToy,
 ) -> None:
     result = run_toy("checkpoint.every=1", "evaluate.every=1", "observe.report=true", steps=3)
-    booked = {row["step"]: row["seconds"] for row in check_sums(result.folder)[:-1]}
+    seconds_by_step = {row["step"]: row["seconds"] for row in check_sums(result.folder)[:-1]}
     goodput = read_goodput(result.folder)
     spent = {state for state, seconds in goodput.seconds.items() if seconds}
     assert {"start", "train", "generate", "publish", "save", "validate"} <= spent
@@ -73,15 +73,15 @@ def test_the_states_of_a_run_sum_to_its_wall_time_and_are_metrics_of_its_steps(
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows[1:]:
         metrics = {name: value for name, value in row.items() if name in NAMES and value}
-        seconds = booked[row["step"]].items()
+        seconds = seconds_by_step[row["step"]].items()
         assert metrics == {f"time/goodput/{state}": value for state, value in seconds}
         assert 0 < row["time/goodput/ettr"] < 1
     assert all(is_documented(name) for row in rows for name in row.keys() - {"step"})
     page = (result.folder / "report.html").read_text("utf-8")
     assert "Where the time went" in page
     assert "<h2>Faults</h2>" not in page
-    described = diagnose_folder(result.folder).lines()
-    assert any(line.startswith("effective training time ratio (ETTR) ") for line in described)
+    description = diagnose_folder(result.folder).lines()
+    assert any(line.startswith("effective training time ratio (ETTR) ") for line in description)
 
 
 def test_supervised_training_accounts_for_its_time_too(run_toy: RunToy) -> None:
@@ -97,22 +97,22 @@ def test_supervised_training_accounts_for_its_time_too(run_toy: RunToy) -> None:
 def test_steps_lost_in_a_crash_are_redo_and_the_resume_is_recovery(run_toy: RunToy) -> None:
     options = ("checkpoint.every=2", "evaluate.every=0")
     first = run_toy(*options, name="crashed", steps=3)
-    # As after a kill in step 4: no checkpoint of step 3, and no end of the process.
+    # As after a kill in step 4: no checkpoint of step 3, and no row for the end of the process.
     for path in (first.folder / "checkpoints").glob("step-000003"):
         path.rename(first.folder / "lost")
-    *kept, _ = time_rows(first.folder)
-    (first.folder / GOODPUT).write_text("".join(json.dumps(row) + "\n" for row in kept))
-    took = sum(kept[-1]["seconds"].values())
+    *kept_rows, _ = read_time_rows(first.folder)
+    (first.folder / GOODPUT).write_text("".join(json.dumps(row) + "\n" for row in kept_rows))
+    lost_s = sum(kept_rows[-1]["seconds"].values())
     resumed = run_toy(*options, name="crashed", steps=4, resume=True)
     goodput = read_goodput(resumed.folder)
     assert goodput.redone_steps == 1
-    assert goodput.seconds["redo"] >= took
+    assert goodput.seconds["redo"] >= lost_s
     assert goodput.seconds["recover"] > 0
     row = read_metrics(resumed.folder / "metrics.jsonl")[-1]
     assert row["time/goodput/redone_steps"] == 1
     assert row["time/goodput/ettr"] < 1
-    described = " ".join(diagnose_folder(resumed.folder).lines())
-    assert "1 step done again" in described
+    description = " ".join(diagnose_folder(resumed.folder).lines())
+    assert "1 step done again" in description
 
 
 async def test_a_wait_for_groups_is_accounted_by_what_the_engines_do(
@@ -142,7 +142,7 @@ async def test_a_wait_for_groups_is_accounted_by_what_the_engines_do(
         fleet.submit(uid, RequestNeeds(0, 1))
         fleet.add(engine)
         now += 100  # generate
-    now += 200  # Although an engine generates.
+    now += 200  # train, although an engine generates
     account.close(1)
     seconds = read_goodput(tmp_path).seconds
     expected = {"wait": 3, "generate": 130, "recover": 40, "train": 200}
@@ -150,23 +150,23 @@ async def test_a_wait_for_groups_is_accounted_by_what_the_engines_do(
 
 
 def lose_until_restarted(pipeline: RLPipeline, error: Callable[[str], WorkerError]) -> None:
-    """The host of generator 0 raises the error until it has been restarted."""
+    """Make calls to the host of generator 0 raise the error until it is restarted."""
     transport: Any = pipeline.roles.generators.group.transport  # pyright: ignore
     send: Callable[..., Awaitable[Any]] = transport.send
     replace_hosts: Callable[..., Awaitable[Any]] = transport.replace
     lost = True
 
-    async def cut(host: Any, call: Any, shared: Any) -> Any:
+    async def send_or_fail(host: Any, call: Any, shared: Any) -> Any:
         if host.roles.get("generators") == 0 and lost:
             raise error(f"{host} is gone")
         return await send(host, call, shared)
 
-    async def replaced(hosts: Any) -> Any:
+    async def replace_and_recover(hosts: Any) -> Any:
         nonlocal lost
         lost = False
         return await replace_hosts(hosts)
 
-    transport.send, transport.replace = cut, replaced
+    transport.send, transport.replace = send_or_fail, replace_and_recover
 
 
 @pytest.mark.parametrize("kind", ["killed", "hung"])
@@ -209,12 +209,12 @@ async def test_an_engine_that_cannot_be_restarted_is_one_fault_that_was_given_up
             transport: Any = pipeline.roles.generators.group.transport  # pyright: ignore
             send: Callable[..., Awaitable[Any]] = transport.send
 
-            async def cut(host: Any, call: Any, shared: Any) -> Any:
+            async def send_or_fail(host: Any, call: Any, shared: Any) -> Any:
                 if host.roles.get("generators") == 0:
                     raise WorkerError(f"{host} is gone")
                 return await send(host, call, shared)
 
-            transport.send = cut
+            transport.send = send_or_fail
             await pipeline.step()
 
     folder = Path()
@@ -223,7 +223,7 @@ async def test_an_engine_that_cannot_be_restarted_is_one_fault_that_was_given_up
     (fault,) = read_faults(folder)
     assert fault.gave_up == "the restarts are used up (rollout.engine_restarts)"
     assert fault.rejoined_at is None
-    assert time_rows(folder)[-1]["event"] == "failed"
+    assert read_time_rows(folder)[-1]["event"] == "failed"
 
 
 def test_each_skipped_step_is_a_fault(toy: Toy, tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_a_killed_and_resumed_run_accounts_for_all_of_its_time(
     assert before.last_row is not None
     last_step = before.last_row.step or 0
     assert start_training(recipe, "--resume", f"run.steps={last_step + 2}").wait(90) == 0
-    goodput, rows = read_goodput(folder), time_rows(folder)
+    goodput, rows = read_goodput(folder), read_time_rows(folder)
     assert goodput.wall_s == pytest.approx(rows[-1]["at"] - rows[0]["at"], abs=1e-3)
     assert goodput.processes == 2
     # A checkpoint that was being written counts only if it was complete.

@@ -1,4 +1,4 @@
-"""Requests to a judge whose engines are lost: they are made again as soon as an engine is alive."""
+"""Requests to a judge whose engines are lost: they are retried as soon as an engine is alive."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollick.pipelines.judge import JudgeRestarter
 
 
 class FakeEngine:
-    """Answers with its rank, after `release`; fails if it was lost meanwhile."""
+    """Returns its rank after `release`; fails if it was lost before."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.name = rank, f"judge {rank}"
@@ -66,7 +66,7 @@ def make_restarter(judge: FakeJudge, folder: Path, *, budget: int) -> Any:
     return JudgeRestarter(group, recovery, FaultLog(folder), budget)
 
 
-async def send_two(restarter: Any) -> list[asyncio.Task[Any]]:
+async def send_two_requests(restarter: Any) -> list[asyncio.Task[Any]]:
     requests = [asyncio.create_task(restarter.generate(None)) for _ in range(2)]
     await asyncio.sleep(0)
     return requests
@@ -75,7 +75,7 @@ async def send_two(restarter: Any) -> list[asyncio.Task[Any]]:
 async def test_all_requests_of_a_lost_judge_engine_go_to_the_other_one(tmp_path: Path) -> None:
     judge = FakeJudge(2)
     restarter = make_restarter(judge, tmp_path, budget=0)
-    requests = await send_two(restarter)
+    requests = await send_two_requests(restarter)
     judge.engines[0].lose()
     restarter.on_given_up(0)
     judge.engines[1].release.set()
@@ -89,7 +89,7 @@ async def test_requests_fail_if_a_bug_ends_the_restarts_of_the_judge(
     judge = FakeJudge(1)
     restarter = make_restarter(judge, tmp_path, budget=3)
     async with restarter.watch(), asyncio.timeout(5):
-        requests = await send_two(restarter)
+        requests = await send_two_requests(restarter)
         judge.engines[0].lose()
         results = await asyncio.gather(*requests, return_exceptions=True)
     assert [type(result) for result in results] == [EngineLost, EngineLost]

@@ -1,4 +1,4 @@
-"""Runs that train adapters: the reference is the policy itself, resume is exact, exports load."""
+"""Runs that train adapters: the policy is its own reference, resume is exact, exports load."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Toy = Callable[..., LoadedRecipe]
 RunToy = Callable[..., RunResult]
 
 LORA = ("train.lora.rank=4", "train.optimizer.lr=2e-2", "algorithm.kl.coefficient=0.05")
-CLOCKED = ("time/", "speed/", "controller/event_loop_lag", "memory/")
+NOT_REPRODUCIBLE = ("time/", "speed/", "controller/event_loop_lag", "memory/")
 
 
-def rows_of(result: RunResult) -> list[dict[str, float]]:
+def read_metric_rows(result: RunResult) -> list[dict[str, float]]:
     lines = (result.folder / "metrics.jsonl").read_text("utf-8").splitlines()
     rows: list[dict[str, float]] = [json.loads(line) for line in lines]
-    return [{k: v for k, v in row.items() if not k.startswith(CLOCKED)} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(NOT_REPRODUCIBLE)} for row in rows]
 
 
-def state_of(result: RunResult) -> dict[str, bytes]:
+def read_learner_state(result: RunResult) -> dict[str, bytes]:
     newest = sorted((result.folder / "checkpoints").glob("step-*"))[-1]
     return {file.name: file.read_bytes() for file in (newest / "learner").iterdir()}
 
@@ -46,7 +46,7 @@ def test_the_policy_is_its_own_reference_and_no_second_model_is_loaded(
     recipe = toy(*LORA).recipe
     assert set(DeviceMap.of(recipe).roles) == {"policy", "generators"}
     assert [(p.name, p.uses) for p in plan_phases(recipe)][1] == ("annotate", ("policy",))
-    kls = [row["train/mean/kl"] for row in rows_of(full_run)]
+    kls = [row["train/mean/kl"] for row in read_metric_rows(full_run)]
     assert kls[0] == pytest.approx(0, abs=1e-6)
     assert kls[-1] > 1e-4
 
@@ -54,24 +54,24 @@ def test_the_policy_is_its_own_reference_and_no_second_model_is_loaded(
 def test_a_reference_may_still_have_a_device_of_its_own(run_toy: RunToy, toy: Toy) -> None:
     options = (*LORA, "devices.reference=cpu:1")
     assert "reference" in DeviceMap.of(toy(*options).recipe).roles
-    assert "train/mean/kl" in rows_of(run_toy(*options, steps=1))[0]
+    assert "train/mean/kl" in read_metric_rows(run_toy(*options, steps=1))[0]
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(run_toy: RunToy, full_run: RunResult) -> None:
     options = (*LORA, "run.deterministic=true")
     run_toy(*options, name="lora-halved", steps=2)
-    halved = run_toy(*options, name="lora-halved", steps=3, resume=True)
-    assert rows_of(halved) == rows_of(full_run)
-    assert state_of(halved) == state_of(full_run)
+    resumed = run_toy(*options, name="lora-halved", steps=3, resume=True)
+    assert read_metric_rows(resumed) == read_metric_rows(full_run)
+    assert read_learner_state(resumed) == read_learner_state(full_run)
 
 
 def test_both_exports_of_a_run_load_and_give_the_same_logits(
     full_run: RunResult, tmp_path: Path
 ) -> None:
     for option, name in ((), "merged"), (("--adapter",), "adapter"):
-        words = ["export", str(full_run.folder), str(tmp_path / name), *option]
-        answer = CliRunner().invoke(app, words)
-        assert answer.exit_code == 0, answer.output
+        arguments = ["export", str(full_run.folder), str(tmp_path / name), *option]
+        cli_result = CliRunner().invoke(app, arguments)
+        assert cli_result.exit_code == 0, cli_result.output
     ids = torch.arange(4, 20)[None]
     with silence_transformers(), torch.no_grad():
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
@@ -82,7 +82,7 @@ def test_both_exports_of_a_run_load_and_give_the_same_logits(
 def test_separate_engines_sample_what_the_policy_would(run_toy: RunToy) -> None:
     """If an engine had other weights than the learner, the log-probs of both would differ."""
     for options in ((), ("devices.generators=cpu:1", "weights.channel=host")):
-        rows = rows_of(run_toy(*LORA, *options, steps=3))
+        rows = read_metric_rows(run_toy(*LORA, *options, steps=3))
         assert max(row["train/max/probability_change"] for row in rows) < 1e-4
         assert rows[-1]["train/mean/kl"] > 1e-4
 
@@ -96,6 +96,6 @@ def test_the_plan_names_what_engines_get(toy: Toy) -> None:
 @pytest.mark.slow
 def test_a_run_on_ray_publishes_adapters_through_host_memory(run_toy: RunToy) -> None:
     options = ("cluster.backend=ray", "devices.generators=cpu:1", "weights.channel=host")
-    rows = rows_of(run_toy(*LORA, *options, steps=3))
+    rows = read_metric_rows(run_toy(*LORA, *options, steps=3))
     assert max(row["train/max/probability_change"] for row in rows) < 1e-4
     assert rows[-1]["train/mean/kl"] > 1e-4

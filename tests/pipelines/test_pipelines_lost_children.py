@@ -80,7 +80,7 @@ def run_reward(folder: Path, name: str, **fault: Any) -> RunResult:
     return run_recipe(recipe_from_dict(recipe, base_dir=folder))
 
 
-def learner_state(result: RunResult) -> dict[str, bytes]:
+def read_learner_state(result: RunResult) -> dict[str, bytes]:
     newest = sorted((result.folder / "checkpoints").glob("step-*"))[-1] / "learner"
     return {str(f.relative_to(newest)): f.read_bytes() for f in newest.rglob("*") if f.is_file()}
 
@@ -89,13 +89,15 @@ def learner_state(result: RunResult) -> dict[str, bytes]:
 def test_a_run_whose_environment_process_was_lost_ends_with_the_same_weights(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    full = run_environment(tmp_path, "full")
-    hurt = run_environment(tmp_path, "hurt", number=int(number), marker=str(tmp_path / "fault"))
+    without_fault = run_environment(tmp_path, "full")
+    with_fault = run_environment(
+        tmp_path, "hurt", number=int(number), marker=str(tmp_path / "fault")
+    )
     assert (tmp_path / "fault.0").exists()
-    assert learner_state(full) == learner_state(hurt)
-    assert hurt.metrics["env/restarts"] == 1
-    assert hurt.metrics["env/episode_restarts"] >= 1
-    [fault] = read_faults(hurt.folder)
+    assert read_learner_state(without_fault) == read_learner_state(with_fault)
+    assert with_fault.metrics["env/restarts"] == 1
+    assert with_fault.metrics["env/episode_restarts"] >= 1
+    [fault] = read_faults(with_fault.folder)
     assert (fault.role, fault.rank) == ("environments", 0)
     assert fault.kind == {signal.SIGKILL: "killed", signal.SIGSTOP: "hung"}[number]
     assert fault.failed_at < fault.detected_at - STOP_CHECK_SECONDS / 2 * (fault.kind == "hung")
@@ -106,11 +108,11 @@ def test_a_run_whose_environment_process_was_lost_ends_with_the_same_weights(
 def test_a_run_whose_reward_process_was_lost_ends_with_the_same_weights(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    full = run_reward(tmp_path, "full")
-    hurt = run_reward(tmp_path, "hurt", number=int(number), marker=str(tmp_path / "fault"))
+    without_fault = run_reward(tmp_path, "full")
+    with_fault = run_reward(tmp_path, "hurt", number=int(number), marker=str(tmp_path / "fault"))
     assert (tmp_path / "fault.0").exists()
-    assert learner_state(full) == learner_state(hurt)
-    [fault] = read_faults(hurt.folder)
+    assert read_learner_state(without_fault) == read_learner_state(with_fault)
+    [fault] = read_faults(with_fault.folder)
     assert (fault.role, fault.rank) == ("rewards", 0)
     assert fault.kind == {signal.SIGKILL: "killed", signal.SIGSTOP: "hung"}[number]
     assert fault.failed_at < fault.detected_at - STOP_CHECK_SECONDS / 2 * (fault.kind == "hung")

@@ -26,23 +26,23 @@ from rollick.types import Group, PolicyVersion
 
 Toy = Callable[..., LoadedRecipe]
 
-TWO = ("devices.generators=cpu:1-2", "rollout.drop_no_signal=false", "infer.slots=4")
-SEPARATE = (*TWO, "rollout.engine_restarts=0")
+TWO_ENGINES = ("devices.generators=cpu:1-2", "rollout.drop_no_signal=false", "infer.slots=4")
+NO_RESTARTS = (*TWO_ENGINES, "rollout.engine_restarts=0")
 
 
-def drawn_at(groups: Sequence[Group]) -> set[int]:
-    """The versions of all tokens that are trained on."""
+def collect_versions(groups: Sequence[Group]) -> set[int]:
+    """The policy versions of all tokens that are trained on."""
     samples = [sample for group in groups for sample in group.samples]
     return {version for s in samples for version in s.versions[s.loss_mask].tolist()}
 
 
 @asynccontextmanager
-async def opened(loaded: LoadedRecipe) -> AsyncGenerator[RLPipeline]:
+async def open_pipeline(loaded: LoadedRecipe) -> AsyncGenerator[RLPipeline]:
     async with open_run(loaded) as run, open_rl(run) as pipeline:
         yield pipeline
 
 
-def group_of(pipeline: RLPipeline) -> WorkerGroup:
+def get_group(pipeline: RLPipeline) -> WorkerGroup:
     return pipeline.roles.generators.group
 
 
@@ -50,36 +50,36 @@ async def describe(pipeline: RLPipeline, rank: int) -> EngineDescription:
     return await pipeline.roles.generators.call_rank(rank, GeneratorRole.describe)
 
 
-def cut_off(pipeline: RLPipeline, rank: int, *, methods: tuple[str, ...] = ()) -> list[str]:
-    """From now on the host of a generator answers none of the methods (none given: no call at
-    all); returns what was tried."""
-    transport = group_of(pipeline).transport
+def fail_calls(pipeline: RLPipeline, rank: int, *, methods: tuple[str, ...] = ()) -> list[str]:
+    """Make calls of these methods (by default: all) to the host of a generator fail. Returns the
+    methods of the failed calls."""
+    transport = get_group(pipeline).transport
     send: Callable[..., Awaitable[Any]] = transport.send
-    tried: list[str] = []
+    failed_calls: list[str] = []
 
-    async def cut(host: Any, call: Any, shared: Any) -> Any:
+    async def send_or_fail(host: Any, call: Any, shared: Any) -> Any:
         if host.roles.get("generators") != rank or (methods and call.method not in methods):
             return await send(host, call, shared)
-        tried.append(call.method)
+        failed_calls.append(call.method)
         raise WorkerError(f"{host} died")
 
-    transport.send = cut  # type: ignore[method-assign]
-    return tried
+    transport.send = send_or_fail  # type: ignore[method-assign]
+    return failed_calls
 
 
 async def test_a_run_continues_without_a_generator_that_died(
     toy: Toy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with opened(toy(*SEPARATE, "rollout.max_staleness=1")) as pipeline:
+    async with open_pipeline(toy(*NO_RESTARTS, "rollout.max_staleness=1")) as pipeline:
         await pipeline.step()
-        cut_off(pipeline, 1)
+        fail_calls(pipeline, 1)
         for _ in range(3):
             report = await pipeline.step()
             assert len(report.groups) == 4
         assert pipeline.roles.generators.lost_ranks == {1}
         assert pipeline.state.version == 4
         assert pipeline.measure(report)["controller/engines"] == 1
-        assert drawn_at(report.groups) <= {2, 3}
+        assert collect_versions(report.groups) <= {2, 3}
         check_ledger(pipeline.source.rollout.ledger)
         folder = pipeline.state.folder.path
     assert audit(read_log(folder / "ledger.jsonl")).groups.trained == 16
@@ -89,18 +89,18 @@ async def test_a_run_continues_without_a_generator_that_died(
 
 @pytest.mark.parametrize("method", ["receive", "commit"])
 async def test_a_generator_that_dies_over_a_publish_is_left_out(toy: Toy, method: str) -> None:
-    async with opened(toy(*SEPARATE)) as pipeline:
-        tried = cut_off(pipeline, 1, methods=(method, "describe"))
+    async with open_pipeline(toy(*NO_RESTARTS)) as pipeline:
+        failed_calls = fail_calls(pipeline, 1, methods=(method, "describe"))
         await pipeline.step()
-        assert tried == [method, "describe"]
+        assert failed_calls == [method, "describe"]
         assert pipeline.roles.generators.lost_ranks == {1}
         report = await pipeline.step()
-        assert drawn_at(report.groups) == {1}
+        assert collect_versions(report.groups) == {1}
 
 
 async def test_a_publish_that_fails_with_all_generators_alive_is_an_error(toy: Toy) -> None:
-    async with opened(toy(*SEPARATE)) as pipeline:
-        cut_off(pipeline, 1, methods=("receive",))
+    async with open_pipeline(toy(*NO_RESTARTS)) as pipeline:
+        fail_calls(pipeline, 1, methods=("receive",))
         pipeline.state.version = PolicyVersion(1)
         with pytest.raises(WorkerError, match="died"):
             await pipeline.publisher.publish_to_alive(PolicyVersion(1))
@@ -109,10 +109,10 @@ async def test_a_publish_that_fails_with_all_generators_alive_is_an_error(toy: T
 
 async def test_with_all_generators_gone_the_run_ends(toy: Toy) -> None:
     async def run() -> None:
-        async with opened(toy(*SEPARATE)) as pipeline:
+        async with open_pipeline(toy(*NO_RESTARTS)) as pipeline:
             await pipeline.step()
             for rank in (0, 1):
-                cut_off(pipeline, rank)
+                fail_calls(pipeline, rank)
             await pipeline.step()
 
     with pytest.raises(EngineLost, match="died"):
@@ -120,9 +120,9 @@ async def test_with_all_generators_gone_the_run_ends(toy: Toy) -> None:
 
 
 async def test_validation_is_made_by_the_generators_that_are_left(toy: Toy) -> None:
-    async with open_run(toy(*SEPARATE)) as run, open_rl(run) as pipeline:
+    async with open_run(toy(*NO_RESTARTS)) as run, open_rl(run) as pipeline:
         await pipeline.step()
-        cut_off(pipeline, 0)
+        fail_calls(pipeline, 0)
         await pipeline.step()
         assert pipeline.roles.generators.lost_ranks == {0}
         prompts = run.open_prompts(validation=True).all()
@@ -135,11 +135,11 @@ async def test_samples_that_move_at_a_publish_train_on_tokens_of_both_versions(
     toy: Toy, generators: str
 ) -> None:
     options = ("rollout.max_staleness=1", "rollout.at_publish=move", "infer.slots=1")
-    places = (f"devices.generators={generators}", "rollout.drop_no_signal=false")
-    # So long, on one slot, that some are under way at a publish however slow the training is.
+    devices = (f"devices.generators={generators}", "rollout.drop_no_signal=false")
+    # Long samples on one slot: some are in flight at a publish, however slow the training is.
     sizes = ("rollout.groups_per_step=2", "rollout.group_size=2", "sampling.max_tokens=48")
     moved = 0
-    async with opened(toy(*options, *places, *sizes, steps=6)) as pipeline:
+    async with open_pipeline(toy(*options, *devices, *sizes, steps=6)) as pipeline:
         interrupt = pipeline.source.rollout.interrupt
 
         async def count_moved() -> None:
@@ -162,27 +162,27 @@ async def test_samples_that_move_at_a_publish_train_on_tokens_of_both_versions(
 
 
 def kill_until_restarted(pipeline: RLPipeline, rank: int, *, restarts_fail: int = 0) -> None:
-    """The host of a generator is dead until it has been restarted, the first times in vain."""
-    transport = group_of(pipeline).transport
+    """Make calls to the host of a generator fail until a restart; the first ones do not help."""
+    transport = get_group(pipeline).transport
     send: Callable[..., Awaitable[Any]] = transport.send
     replace_hosts: Callable[..., Awaitable[Any]] = transport.replace
-    left = restarts_fail + 1
+    restarts_left = restarts_fail + 1
 
-    async def cut(host: Any, call: Any, shared: Any) -> Any:
-        if host.roles.get("generators") == rank and left:
+    async def send_or_fail(host: Any, call: Any, shared: Any) -> Any:
+        if host.roles.get("generators") == rank and restarts_left:
             raise WorkerError(f"{host} died")
         return await send(host, call, shared)
 
-    async def replaced(hosts: Any) -> Any:
-        nonlocal left
-        left -= 1
+    async def count_restart(hosts: Any) -> Any:
+        nonlocal restarts_left
+        restarts_left -= 1
         return await replace_hosts(hosts)
 
-    transport.send, transport.replace = cut, replaced  # type: ignore[method-assign]
+    transport.send, transport.replace = send_or_fail, count_restart  # type: ignore[method-assign]
 
 
-async def steps_until(pipeline: RLPipeline, condition: Callable[[], bool]) -> list[Group]:
-    """Steps until something has happened in the background; the groups of the last one."""
+async def step_until(pipeline: RLPipeline, condition: Callable[[], bool]) -> list[Group]:
+    """Make steps until the condition holds, and one more; returns its groups."""
     async with asyncio.timeout(60):
         while not condition():
             await pipeline.step()
@@ -193,15 +193,15 @@ async def steps_until(pipeline: RLPipeline, condition: Callable[[], bool]) -> li
 async def test_a_lost_generator_is_restarted_with_the_current_weights(
     toy: Toy, caplog: pytest.LogCaptureFixture, restarts_fail: int
 ) -> None:
-    async with opened(toy(*TWO, "rollout.max_staleness=1", steps=99)) as pipeline:
+    async with open_pipeline(toy(*TWO_ENGINES, "rollout.max_staleness=1", steps=99)) as pipeline:
         state, fleet = pipeline.state, pipeline.source.rollout.fleet
         await pipeline.step()
         kill_until_restarted(pipeline, 1, restarts_fail=restarts_fail)
-        await steps_until(pipeline, lambda: pipeline.source.restarter.restarts == 1)
-        groups = await steps_until(pipeline, lambda: sorted(fleet.engines) == [0, 2])
+        await step_until(pipeline, lambda: pipeline.source.restarter.restarts == 1)
+        groups = await step_until(pipeline, lambda: sorted(fleet.engines) == [0, 2])
         assert not pipeline.roles.generators.lost_ranks
         assert fleet.engines[2] is pipeline.roles.generators.engines[1]
-        assert min(drawn_at(groups)) >= state.version - 2
+        assert min(collect_versions(groups)) >= state.version - 2
         worker = await describe(pipeline, 1)
         assert worker.load.version == state.version
         check_ledger(pipeline.source.rollout.ledger)
@@ -210,21 +210,21 @@ async def test_a_lost_generator_is_restarted_with_the_current_weights(
 
 
 async def test_the_loss_of_the_only_generator_is_waited_for(toy: Toy) -> None:
-    one = ("devices.generators=cpu:1", "rollout.drop_no_signal=false")
-    async with opened(toy(*one, steps=99)) as pipeline:
+    one_engine = ("devices.generators=cpu:1", "rollout.drop_no_signal=false")
+    async with open_pipeline(toy(*one_engine, steps=99)) as pipeline:
         await pipeline.step()
         kill_until_restarted(pipeline, 0)
         report = await pipeline.step()
-        assert drawn_at(report.groups) == {1}
+        assert collect_versions(report.groups) == {1}
         assert pipeline.measure(report)["controller/engine_restarts"] == 1
 
 
 async def test_when_the_restarts_are_used_up_the_run_ends(toy: Toy) -> None:
     async def run() -> None:
         options = ("devices.generators=cpu:1", "rollout.engine_restarts=2")
-        async with opened(toy(*options)) as pipeline:
+        async with open_pipeline(toy(*options)) as pipeline:
             await pipeline.step()
-            cut_off(pipeline, 0)
+            fail_calls(pipeline, 0)
             await pipeline.step()
 
     with pytest.raises(EngineLost, match="restarts are used up"):
@@ -236,30 +236,30 @@ async def test_two_generators_lost_at_once_are_not_restarted_more_often_than_all
     toy: Toy,
 ) -> None:
     three = ("devices.generators=cpu:1-3", "rollout.engine_restarts=1")
-    async with opened(toy(*three, "rollout.max_staleness=1", steps=99)) as pipeline:
+    async with open_pipeline(toy(*three, "rollout.max_staleness=1", steps=99)) as pipeline:
         await pipeline.step()
         restarter, generators = pipeline.source.restarter, pipeline.roles.generators
         for rank in (0, 1):
             generators.engines[rank].mark_lost(WorkerError(f"generator {rank} died"))
-        await steps_until(pipeline, lambda: restarter.restarts + restarter.in_progress > 0)
-        await steps_until(pipeline, lambda: not restarter.in_progress)
+        await step_until(pipeline, lambda: restarter.restarts + restarter.in_progress > 0)
+        await step_until(pipeline, lambda: not restarter.in_progress)
         assert (restarter.restarts, restarter.budget) == (1, 0)
         assert generators.lost_ranks == {1}
 
 
 async def test_a_generator_that_runs_out_of_memory_is_replaced(toy: Toy) -> None:
-    async with opened(toy(*TWO, "rollout.max_staleness=1", steps=99)) as pipeline:
+    async with open_pipeline(toy(*TWO_ENGINES, "rollout.max_staleness=1", steps=99)) as pipeline:
         await pipeline.step()
         host = pipeline.roles.device_map.host_of("generators", 1)
-        transport: Any = group_of(pipeline).transport
+        transport: Any = get_group(pipeline).transport
         worker = transport._hosts[host.index]._running_roles["generators"].role
 
         def allocate_too_much() -> Any:
             return torch.empty(1 << 60)
 
         worker.engine.runner.step = allocate_too_much
-        await steps_until(pipeline, lambda: pipeline.source.restarter.restarts == 1)
-        [fault] = losses(pipeline)
+        await step_until(pipeline, lambda: pipeline.source.restarter.restarts == 1)
+        [fault] = read_losses(pipeline)
         assert (fault.rank, fault.kind) == (1, "killed")
         assert "out of memory" in fault.cause
         check_ledger(pipeline.source.rollout.ledger)
@@ -268,18 +268,18 @@ async def test_a_generator_that_runs_out_of_memory_is_replaced(toy: Toy) -> None
 @pytest.mark.slow
 async def test_a_generator_killed_on_ray_is_restarted(toy: Toy) -> None:
     options = ("cluster.backend=ray", "rollout.max_staleness=1", "sampling.max_tokens=16")
-    async with opened(toy(*TWO, *options, steps=9999)) as pipeline:
+    async with open_pipeline(toy(*TWO_ENGINES, *options, steps=9999)) as pipeline:
         state = pipeline.state
         await pipeline.step()
         host = pipeline.roles.device_map.host_of("generators", 1)
-        processes = group_of(pipeline).transport.processes  # type: ignore
-        dead = processes[host.index].pid
-        os.kill(dead, signal.SIGKILL)
+        processes = get_group(pipeline).transport.processes  # type: ignore
+        killed_pid = processes[host.index].pid
+        os.kill(killed_pid, signal.SIGKILL)
         async with asyncio.timeout(90):
             while not pipeline.source.restarter.restarts:
                 await pipeline.step()
-        assert processes[host.index].pid != dead
-        trained = [uid.group for _ in range(3) for uid in await _uids(pipeline)]
+        assert processes[host.index].pid != killed_pid
+        trained = [uid.group for _ in range(3) for uid in await _step_and_list_uids(pipeline)]
         assert len(set(trained)) == 12
         description = await describe(pipeline, 1)
         assert description.load.version == state.version
@@ -291,11 +291,11 @@ async def test_a_generator_killed_on_ray_is_restarted(toy: Toy) -> None:
 @pytest.mark.slow
 async def test_a_generator_killed_on_ray_costs_no_group(toy: Toy) -> None:
     options = ("cluster.backend=ray", "rollout.max_staleness=1", "sampling.max_tokens=16")
-    async with opened(toy(*SEPARATE, *options, steps=20)) as pipeline:
+    async with open_pipeline(toy(*NO_RESTARTS, *options, steps=20)) as pipeline:
         await pipeline.step()
         host = pipeline.roles.device_map.host_of("generators", 1)
-        os.kill(group_of(pipeline).transport.processes[host.index].pid, signal.SIGKILL)  # type: ignore
-        trained = [uid.group for _ in range(3) for uid in await _uids(pipeline)]
+        os.kill(get_group(pipeline).transport.processes[host.index].pid, signal.SIGKILL)  # type: ignore
+        trained = [uid.group for _ in range(3) for uid in await _step_and_list_uids(pipeline)]
         assert len(trained) == 48
         assert len(set(trained)) == 12
         assert pipeline.roles.generators.lost_ranks == {1}
@@ -305,7 +305,7 @@ async def test_a_generator_killed_on_ray_costs_no_group(toy: Toy) -> None:
 async def test_a_slow_generator_is_named_in_the_faults_and_the_metrics(
     toy: Toy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with opened(toy(*TWO, "sampling.max_tokens=16", steps=99)) as pipeline:
+    async with open_pipeline(toy(*TWO_ENGINES, "sampling.max_tokens=16", steps=99)) as pipeline:
         speeds = pipeline.source.rollout.fleet.speeds
         observe = speeds.observe
 
@@ -328,97 +328,97 @@ async def test_the_requests_of_a_generator_stopped_on_ray_run_elsewhere_within_t
     toy: Toy,
 ) -> None:
     options = ("cluster.backend=ray", "rollout.max_staleness=1", "sampling.max_tokens=16")
-    async with opened(toy(*TWO, *options, steps=9999)) as pipeline:
+    async with open_pipeline(toy(*TWO_ENGINES, *options, steps=9999)) as pipeline:
         rollout = pipeline.source.rollout
         for _ in range(2):
             await pipeline.step()
         host = pipeline.roles.device_map.host_of("generators", 1)
-        processes = group_of(pipeline).transport.processes  # type: ignore
+        processes = get_group(pipeline).transport.processes  # type: ignore
         engine = pipeline.roles.generators.engines[1]
-        # Ten seconds; more only if polls were late by more than half a second before.
+        # Ten seconds, or more if polls were already late by more than half a second.
         allowed_s = max(10.0, engine.health.poll_limit_s(engine.last_load) + 3)
-        stopped, stopped_at = processes[host.index].pid, time.time()
-        os.kill(stopped, signal.SIGSTOP)
-        trained = [uid for _ in range(4) for uid in await _uids(pipeline)]
+        stopped_pid, stopped_at = processes[host.index].pid, time.time()
+        os.kill(stopped_pid, signal.SIGSTOP)
+        trained = [uid for _ in range(4) for uid in await _step_and_list_uids(pipeline)]
         assert len(trained) == len(set(trained)) == 4 * 16
-        [fault] = losses(pipeline)
+        [fault] = read_losses(pipeline)
         assert (fault.role, fault.rank, fault.kind) == ("generators", 1, "hung")
         assert fault.detected_at - stopped_at < allowed_s
         assert fault.failed_at < stopped_at + 1
-        await steps_until(pipeline, lambda: pipeline.source.restarter.restarts == 1)
-        assert processes[host.index].pid != stopped
+        await step_until(pipeline, lambda: pipeline.source.restarter.restarts == 1)
+        assert processes[host.index].pid != stopped_pid
         check_ledger(rollout.ledger)
         folder = pipeline.state.folder.path
-        [fault] = losses(pipeline)
+        [fault] = read_losses(pipeline)
         assert fault.rejoined_at is not None
     assert audit(read_log(folder / "ledger.jsonl")).groups.trained % 4 == 0
 
 
-def losses(pipeline: RLPipeline) -> list[Fault]:
-    """The faults of a run, except engines that a busy machine made slow."""
+def read_losses(pipeline: RLPipeline) -> list[Fault]:
+    """The faults of a run, without engines that a busy machine made slow."""
     return [fault for fault in read_faults(pipeline.state.folder.path) if fault.kind != "slow"]
 
 
-async def _uids(pipeline: RLPipeline) -> list[Any]:
+async def _step_and_list_uids(pipeline: RLPipeline) -> list[Any]:
     async with asyncio.timeout(60):
         report = await pipeline.step()
     return [sample.uid for group in report.groups for sample in group.samples]
 
 
 def engine_of(pipeline: RLPipeline, rank: int) -> Any:
-    """The engine itself, in its host of this process."""
-    group = group_of(pipeline)
+    """The engine of a generator, in its inline host."""
+    group = get_group(pipeline)
     host = group.transport._hosts[group.device_map.host_of("generators", rank).index]  # type: ignore
     return host._running_roles["generators"].role.engine
 
 
-def lose(engine: Any, method: str) -> None:
-    """From now on the method reports the engine as lost; its host stays alive."""
+def fail_method(engine: Any, method: str) -> None:
+    """Make a method of the engine raise EngineLost; its host stays alive."""
 
-    async def gone(*args: Any, **options: Any) -> Any:
+    async def raise_lost(*args: Any, **options: Any) -> Any:
         raise EngineLost("its own process died")
 
-    setattr(engine, method, gone)
+    setattr(engine, method, raise_lost)
 
 
 async def test_an_engine_lost_in_a_running_host_is_restarted_in_a_new_one(
     toy: Toy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with opened(toy(*TWO, "rollout.max_staleness=1", steps=99)) as pipeline:
+    async with open_pipeline(toy(*TWO_ENGINES, "rollout.max_staleness=1", steps=99)) as pipeline:
         state = pipeline.state
         await pipeline.step()
-        old = engine_of(pipeline, 1)
-        lose(old, "generate")
-        await steps_until(pipeline, lambda: pipeline.source.restarter.restarts == 1)
-        assert engine_of(pipeline, 1) is not old
-        assert old._closed
+        lost_engine = engine_of(pipeline, 1)
+        fail_method(lost_engine, "generate")
+        await step_until(pipeline, lambda: pipeline.source.restarter.restarts == 1)
+        assert engine_of(pipeline, 1) is not lost_engine
+        assert lost_engine._closed
         assert not pipeline.roles.generators.lost_ranks
-        about = await describe(pipeline, 1)
-        assert about.load.version == state.version
+        engine_info = await describe(pipeline, 1)
+        assert engine_info.load.version == state.version
         check_ledger(pipeline.source.rollout.ledger)
     assert "generator 1 was restarted" in caplog.text
 
 
 async def test_an_engine_that_is_lost_over_a_commit_is_left_out(toy: Toy) -> None:
-    async with opened(toy(*SEPARATE)) as pipeline:
-        lose(engine_of(pipeline, 1), "update")
+    async with open_pipeline(toy(*NO_RESTARTS)) as pipeline:
+        fail_method(engine_of(pipeline, 1), "update")
         await pipeline.step()
         assert pipeline.roles.generators.lost_ranks == {1}
         report = await pipeline.step()
-        assert drawn_at(report.groups) == {1}
+        assert collect_versions(report.groups) == {1}
 
 
 async def test_a_restarted_generator_is_located_again(toy: Toy) -> None:
-    async with opened(toy(*TWO, "rollout.max_staleness=1", steps=99)) as pipeline:
+    async with open_pipeline(toy(*TWO_ENGINES, "rollout.max_staleness=1", steps=99)) as pipeline:
         await pipeline.step()
         forgotten: list[int] = []
         forget = pipeline.publisher.forget
 
-        def note(rank: int) -> None:
+        def record_forgotten(rank: int) -> None:
             forgotten.append(rank)
             forget(rank)
 
-        pipeline.publisher.forget = note  # type: ignore[method-assign]
+        pipeline.publisher.forget = record_forgotten  # type: ignore[method-assign]
         kill_until_restarted(pipeline, 1)
-        await steps_until(pipeline, lambda: pipeline.source.restarter.restarts == 1)
+        await step_until(pipeline, lambda: pipeline.source.restarter.restarts == 1)
     assert forgotten == [1]

@@ -1,4 +1,4 @@
-"""A judge whose process is killed: it is restarted, and its requests are made again."""
+"""A judge whose process is killed: it is restarted, and its requests are retried."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from rollick.types import Completion, Request, StopReason
 Toy = Callable[..., LoadedRecipe]
 LETTERS = {"source": "rollick.testing.toys:letter_rows", "rewards": ["judge"]}
 REQUEST = {"model": "judge", "messages": [{"role": "user", "content": "a"}], "max_tokens": 40}
-PATIENT = {"max_tokens": 8, "timeout_s": 100, "request_s": 90}
-CLOCKED = ("time/", "speed/", "controller/", "memory/", "reward/seconds/")
+LONG_TIMEOUTS = {"max_tokens": 8, "timeout_s": 100, "request_s": 90}
+NOT_REPRODUCIBLE = ("time/", "speed/", "controller/", "memory/", "reward/seconds/")
 
 
 def kill(judge: EngineGroup) -> None:
@@ -55,12 +55,12 @@ async def test_a_judge_killed_on_ray_answers_the_same_request_from_a_new_process
         assert endpoint is not None
         headers = {"Authorization": f"Bearer {endpoint.token}"}
         async with httpx.AsyncClient(headers=headers, timeout=120) as client:
-            posting = client.post(f"{endpoint.base_url}/chat/completions", json=REQUEST)
-            asking = asyncio.create_task(posting)
+            coroutine = client.post(f"{endpoint.base_url}/chat/completions", json=REQUEST)
+            reply_task = asyncio.create_task(coroutine)
             while not judge.engines[0].pending:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             kill(judge)
-            reply = await asking
+            reply = await reply_task
         assert reply.status_code == 200, reply.text
         assert reply.json()["choices"][0]["message"]["content"]
         folder = run.state.folder.path
@@ -70,8 +70,8 @@ async def test_a_judge_killed_on_ray_answers_the_same_request_from_a_new_process
 
 
 class ScriptedVerdicts:
-    """The verdict in each reply of the judge is that of a rule, because a tiny model gives none.
-    The judge must still generate the reply. Kills the judge's process in one of the requests."""
+    """Replaces each reply of the judge by a scripted verdict, because a tiny model gives none. The
+    judge still generates the reply. Kills the judge's process during request `kill_at`."""
 
     def __init__(self, *, kill_at: int | None) -> None:
         self.kill_at = kill_at
@@ -81,21 +81,21 @@ class ScriptedVerdicts:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         generate = JudgeRestarter.generate
 
-        async def scripted(judge: JudgeRestarter, request: Request) -> Completion:
+        async def generate_verdict(judge: JudgeRestarter, request: Request) -> Completion:
             self.requests += 1
-            generating = asyncio.create_task(generate(judge, request))
+            completion_task = asyncio.create_task(generate(judge, request))
             if self.requests == self.kill_at:
                 while not judge.group.engines[0].pending:  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
                 kill(judge.group)
-            return self._verdict(request, await generating)
+            return self._verdict(request, await completion_task)
 
-        monkeypatch.setattr(JudgeRestarter, "generate", scripted)
+        monkeypatch.setattr(JudgeRestarter, "generate", generate_verdict)
 
     def _verdict(self, request: Request, completion: Completion) -> Completion:
-        asked = self._tokenizer.decode(request.token_ids)
-        seal = re.search(r'"seal": "(\w+)"', asked)
-        response = re.search(r"<<<(\w+) RESPONSE\n(.*)\n\1 RESPONSE>>>", asked, re.DOTALL)
+        prompt = self._tokenizer.decode(request.token_ids)
+        seal = re.search(r'"seal": "(\w+)"', prompt)
+        response = re.search(r"<<<(\w+) RESPONSE\n(.*)\n\1 RESPONSE>>>", prompt, re.DOTALL)
         assert seal is not None
         assert response is not None
         verdict = {"reason": "", "score": sum(map(ord, response[2])) % 11, "seal": seal[1]}
@@ -134,23 +134,23 @@ def test_a_run_whose_judge_is_killed_while_it_scores_ends_with_the_same_weights(
         assert verdicts.requests > (kill_at or 0)
         return result
 
-    judge = {"name": "judge", "options": PATIENT}
-    calm, faulty = run(kill_at=None), run(kill_at=10)
-    [fault] = [fault for fault in read_faults(faulty.folder) if fault.role == "judge"]
+    judge = {"name": "judge", "options": LONG_TIMEOUTS}
+    without_fault, with_fault = run(kill_at=None), run(kill_at=10)
+    [fault] = [fault for fault in read_faults(with_fault.folder) if fault.role == "judge"]
     assert fault.kind == "killed"
     assert fault.rejoined_at is not None
-    assert learner_files(faulty) == learner_files(calm)
-    assert figures(faulty) == figures(calm)
-    assert any(row["score/mean"] > 0 for row in figures(calm))
+    assert read_learner_files(with_fault) == read_learner_files(without_fault)
+    assert read_metric_rows(with_fault) == read_metric_rows(without_fault)
+    assert any(row["score/mean"] > 0 for row in read_metric_rows(without_fault))
 
 
-def figures(result: RunResult) -> list[dict[str, float]]:
-    """The metrics of each step, without those of the clock."""
+def read_metric_rows(result: RunResult) -> list[dict[str, float]]:
+    """The metrics of each step, without those that depend on time and machine."""
     rows = read_metrics(result.folder / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if not k.startswith(CLOCKED)} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(NOT_REPRODUCIBLE)} for row in rows]
 
 
-def learner_files(result: RunResult) -> dict[str, bytes]:
+def read_learner_files(result: RunResult) -> dict[str, bytes]:
     newest = sorted((result.folder / "checkpoints").glob("step-*"))[-1]
     files = (path for path in (newest / "learner").rglob("*") if path.is_file())
     return {path.name: path.read_bytes() for path in files}

@@ -39,13 +39,13 @@ SHAPE = ModelShape(
 PARAMETERS = 100 * 8 + 2 * (8 * 8 + 2 * 4 * 8 + 8 * 8 + 3 * 8 * 16)
 
 
-def phases(recipe: Recipe) -> dict[tuple[int, str], dict[str, int]]:
+def plan_bytes(recipe: Recipe) -> dict[tuple[int, str], dict[str, int]]:
     rows = plan_memory(recipe, {recipe.model.path: SHAPE})
     return {(row.host.index, row.phase): dict(row.bytes) for row in rows}
 
 
-def on_one_gpu(**sections: Any) -> Recipe:
-    """One sample of 10 tokens at a time, so that all sizes are small numbers."""
+def make_recipe(**sections: Any) -> Recipe:
+    """A recipe for one GPU. A micro-batch is one sample of 10 tokens, so that sizes are small."""
     sizes: dict[str, Any] = {
         "data": {"domains": {"none": {"source": "none.jsonl"}}, "max_prompt_tokens": 4},
         "sampling": {"max_tokens": 6},
@@ -60,8 +60,8 @@ def test_the_parameters_of_a_shape_are_counted_as_they_are(tiny_folder: Path) ->
     assert SHAPE.parameters == PARAMETERS
     result = ModelShape.read(str(tiny_folder))
     assert result is not None
-    held = (tiny_folder / "model.safetensors").stat().st_size / 4
-    assert result.parameters == pytest.approx(held, rel=0.02)
+    stored = (tiny_folder / "model.safetensors").stat().st_size / 4
+    assert result.parameters == pytest.approx(stored, rel=0.02)
 
 
 def test_a_mixture_counts_all_its_experts() -> None:
@@ -74,7 +74,7 @@ def test_a_mixture_counts_all_its_experts() -> None:
 
 
 def test_a_policy_in_bfloat16_holds_masters_moments_and_gradients() -> None:
-    result = phases(on_one_gpu())
+    result = plan_bytes(make_recipe())
     weights, state = 2 * PARAMETERS, 12 * PARAMETERS
     cache = 3 * 10 * (2 * 2 * 1 * 4) * 2
     assert result[0, "generate"] == {"policy": weights + state, "generators": cache}
@@ -86,43 +86,43 @@ def test_a_policy_in_bfloat16_holds_masters_moments_and_gradients() -> None:
 
 
 def test_an_engine_that_keeps_its_cache_holds_it_while_the_policy_trains() -> None:
-    recipe = on_one_gpu()
-    keeps = recipe.infer.model_copy(update={"free_cache": False})
-    result = phases(recipe.model_copy(update={"infer": keeps}))
+    recipe = make_recipe()
+    infer_config = recipe.infer.model_copy(update={"free_cache": False})
+    result = plan_bytes(recipe.model_copy(update={"infer": infer_config}))
     assert result[0, "train"]["generators"] == result[0, "generate"]["generators"] > 0
 
 
 def test_a_policy_that_sleeps_holds_its_weights_only_which_the_engine_uses() -> None:
-    result = phases(on_one_gpu(train={"sleep": True}))
+    result = plan_bytes(make_recipe(train={"sleep": True}))
     assert result[0, "generate"]["policy"] == 2 * PARAMETERS
     assert result[0, "train"]["policy"] > 14 * PARAMETERS
 
 
 def test_adapters_leave_the_model_without_state_and_the_engine_with_sums() -> None:
-    result = phases(on_one_gpu(train={"lora": {"rank": 2, "targets": ["q_proj"]}}))
+    result = plan_bytes(make_recipe(train={"lora": {"rank": 2, "targets": ["q_proj"]}}))
     adapters, sums = 2 * 2 * (8 + 8), 2 * 8 * 8
     assert result[0, "generate"]["policy"] == 2 * (PARAMETERS + adapters) + 12 * adapters
     assert result[0, "generate"]["generators"] == 2 * sums + 3 * 10 * 16 * 2
 
 
 def test_a_reference_on_a_shared_gpu_is_awake_only_while_it_scores() -> None:
-    result = phases(on_one_gpu(algorithm={"kl": {"coefficient": 0.1}}))
+    result = plan_bytes(make_recipe(algorithm={"kl": {"coefficient": 0.1}}))
     assert result[0, "generate"]["reference"] == 0
     assert result[0, "annotate"]["reference"] == 2 * PARAMETERS + 2 * 5 * 100 * 4
 
 
 def test_a_micro_batch_is_its_limit_or_a_full_batch_or_one_long_sample() -> None:
-    assert microbatch_tokens(on_one_gpu()) == 10
-    assert microbatch_tokens(on_one_gpu(train={"tokens_per_microbatch": 64})) == 64
+    assert microbatch_tokens(make_recipe()) == 10
+    assert microbatch_tokens(make_recipe(train={"tokens_per_microbatch": 64})) == 64
     few = {"groups_per_step": 2, "group_size": 2}
-    roomy = on_one_gpu(rollout=few, train={"tokens_per_microbatch": 64})
+    roomy = make_recipe(rollout=few, train={"tokens_per_microbatch": 64})
     assert microbatch_tokens(roomy) == 40
 
 
 def test_processes_are_counted_one_by_one_and_an_inline_run_as_one() -> None:
     separate = {"policy": "cpu", "generators": "cpu:1"}
     ray, inline = (
-        on_one_gpu().model_copy(
+        make_recipe().model_copy(
             update={
                 "devices": recipe_of(Path("m"), devices=separate).devices,
                 "cluster": recipe_of(Path("m"), cluster={"backend": backend}).cluster,
@@ -141,9 +141,9 @@ def test_check_prints_the_memory_of_each_phase(toy: Toy, tmp_path: Path) -> None
     loaded = toy()
     (tmp_path / "recipe.yaml").write_text(dump_recipe(loaded.recipe))
     wide = {"COLUMNS": "200"}  # No line is wrapped.
-    answer = CliRunner().invoke(app, ["check", str(tmp_path / "recipe.yaml")], env=wide)
-    assert answer.exit_code == 0, answer.output
-    printed = answer.output[answer.output.index("memory  ") :].splitlines()
+    cli_result = CliRunner().invoke(app, ["check", str(tmp_path / "recipe.yaml")], env=wide)
+    assert cli_result.exit_code == 0, cli_result.output
+    printed = cli_result.output[cli_result.output.index("memory  ") :].splitlines()
     assert printed[0].split() == ["memory", "phase", "GB", "of", "which,", "at", "the", "most"]
     assert [line.split("  ")[1] for line in printed[1:3]] == [
         "generate, publish, validate",
@@ -192,15 +192,15 @@ def test_snapshots_take_two_copies_of_masters_and_moments_from_the_controller(to
 def test_check_reports_sizes_that_are_not_known_yet(toy: Toy, tmp_path: Path) -> None:
     text = dump_recipe(toy("model.path=org/name").recipe)
     (tmp_path / "recipe.yaml").write_text(text)
-    answer = CliRunner().invoke(app, ["check", "--recipe-only", str(tmp_path / "recipe.yaml")])
-    assert "unknown until the run starts" in answer.output
+    cli_result = CliRunner().invoke(app, ["check", "--recipe-only", str(tmp_path / "recipe.yaml")])
+    assert "unknown until the run starts" in cli_result.output
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ranks_of_a_sharded_policy_divide_its_parameters_state_and_gradients(ranks: int) -> None:
     devices = {"policy": f"0-{ranks - 1}", "generators": str(ranks)}
     train = {"strategy": "fsdp"}
-    recipe = on_one_gpu(train=train).model_copy(
+    recipe = make_recipe(train=train).model_copy(
         update={"devices": recipe_of(Path("m"), train=train, devices=devices).devices}
     )
     [resting] = {
@@ -220,7 +220,7 @@ def test_ranks_of_a_sharded_policy_divide_its_parameters_state_and_gradients(ran
 
 def test_the_tokens_of_a_micro_batch_are_divided_by_context_ranks() -> None:
     sizes = {"itemsize": 2, "tokens": 100, "ranks": 4}
-    full_run, half, kept = (
+    full, half, recomputed = (
         trained_footprint(SHAPE, TrainConfig(strategy="fsdp", parallel=parallel), **sizes)
         for parallel in (
             ParallelConfig(),
@@ -228,12 +228,12 @@ def test_the_tokens_of_a_micro_batch_are_divided_by_context_ranks() -> None:
             ParallelConfig(recompute=True),
         )
     )
-    assert half.activations == full_run.activations // 2
-    assert kept.activations < full_run.activations
+    assert half.activations == full.activations // 2
+    assert recomputed.activations < full.activations
 
 
 def test_the_least_that_a_run_takes_does_not_depend_on_its_lengths() -> None:
-    small = on_one_gpu()
+    small = make_recipe()
     large = small.model_copy(
         update={"infer": small.infer.model_copy(update={"slots": 4096, "max_length": 4096})}
     )
@@ -249,7 +249,7 @@ def test_the_least_that_a_run_takes_does_not_depend_on_its_lengths() -> None:
 def test_a_cache_on_the_cpu_holds_no_more_than_the_samples_in_flight() -> None:
     few = {"groups_per_step": 2, "group_size": 2}
     devices = recipe_of(Path("m"), devices={"policy": "cpu", "generators": "cpu"}).devices
-    recipe = on_one_gpu(rollout=few)
+    recipe = make_recipe(rollout=few)
     wide = recipe.infer.model_copy(update={"slots": 256, "max_length": 2048})
     recipe = recipe.model_copy(update={"devices": devices, "infer": wide})
     [row] = [row for row in plan_memory(recipe, {"m": SHAPE}) if row.phase == "generate"]

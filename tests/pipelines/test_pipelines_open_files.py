@@ -1,4 +1,4 @@
-"""The limit of open files: raised when a run starts, and named when it is reached."""
+"""The limit of open files: a run raises it at its start, and names it when it is reached."""
 
 import errno
 import os
@@ -24,7 +24,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (64, 300))
 raise_open_files_limit()
 print(resource.getrlimit(resource.RLIMIT_NOFILE))
 """
-OWN = """
+OWN_CODE = """
 import os, resource, time
 from pathlib import Path
 from rollick.testing.toys import nears_letter
@@ -67,7 +67,7 @@ def opens_files(inputs, options):
             KEPT.append(open("/dev/null"))
     return reinforce(inputs, options)
 """
-"""Rewards that lower the limit of the controller to what it uses, and a loss that opens files."""
+"""Rewards that lower the controller's limit to its open files, and a loss that opens files."""
 
 
 def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
@@ -87,12 +87,12 @@ def test_a_machine_without_free_file_descriptors_is_named_and_the_run_can_be_ret
     monkeypatch.setattr(run_module, "resolve", lambda *names: exhaust)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        with pytest.raises(OpenFilesExhausted, match="sysctl") as raised:
+        with pytest.raises(OpenFilesExhausted, match="sysctl") as error:
             run_recipe(toy())
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(before[1], MAX_OPEN_FILES)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert raised.value.exit_code == 69
+    assert error.value.exit_code == 69
 
 
 def train(recipe: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -125,17 +125,17 @@ def test_a_run_that_exhausts_its_file_descriptors_ends_for_a_retry_and_can_be_re
 ) -> None:
     options = (*backend, option.format(f"{tmp_path / 'own.py'}:{function}"), "checkpoint.every=1")
     folder, sizes = tmp_path / "full", ("rewards.processes=1", "data.validation={}")
-    own = OWN.format(folder=str(tmp_path), checkpoints=str(folder / "checkpoints"))
-    (tmp_path / "own.py").write_text(own, encoding="utf-8")
+    code = OWN_CODE.format(folder=str(tmp_path), checkpoints=str(folder / "checkpoints"))
+    (tmp_path / "own.py").write_text(code, encoding="utf-8")
     loaded = toy(*options, *sizes, f"run.folder={tmp_path}", name="full", steps=8)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(dump_recipe(loaded.recipe), encoding="utf-8")
 
-    ended = train(recipe)
-    assert ended.returncode == EXIT_RETRY, ended.stderr
-    assert "Too many open files" in ended.stderr
-    assert "ulimit -n" in ended.stderr
-    assert "Exception in thread" not in ended.stderr
+    exhausted = train(recipe)
+    assert exhausted.returncode == EXIT_RETRY, exhausted.stderr
+    assert "Too many open files" in exhausted.stderr
+    assert "ulimit -n" in exhausted.stderr
+    assert "Exception in thread" not in exhausted.stderr
     newest = CheckpointStore(folder / "checkpoints", keep_last=2, keep_best=1).latest()
     assert newest is not None
     assert newest.step == 2

@@ -1,4 +1,4 @@
-"""Which ranks are paused and sleep in a phase."""
+"""The ranks that are paused or asleep in a phase."""
 
 from __future__ import annotations
 

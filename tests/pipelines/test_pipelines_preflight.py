@@ -1,4 +1,4 @@
-"""What `rollick check` finds out without loading anything: models, packages, devices, rows."""
+"""The preflight checks of models, packages, devices and rows, which load no model."""
 
 from __future__ import annotations
 
@@ -50,10 +50,12 @@ def load(tmp_path: Path) -> Load:
 
 
 def machine(loaded: LoadedRecipe) -> list[str]:
+    """The problems that `check_machine` reports."""
     return [str(problem) for problem in check_machine(loaded)]
 
 
 def rows(loaded: LoadedRecipe, *, deep: bool = False) -> list[str]:
+    """The problems that `check_rows` reports."""
     return [str(problem) for problem in check_rows(loaded, deep=deep)]
 
 
@@ -82,7 +84,7 @@ def test_models_of_other_roles_are_looked_for_too(load: Load) -> None:
     assert any("critic.model.path: model '/nowhere/c'" in m for m in machine(load(**critic)))
 
 
-def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+def hide_modules(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
     for module in modules:
         monkeypatch.setitem(sys.modules, module, None)
 
@@ -118,14 +120,14 @@ def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
 def test_a_missing_package_is_named_with_what_needs_it(
     load: Load, monkeypatch: pytest.MonkeyPatch, sections: Any, module: str, message: str
 ) -> None:
-    without(monkeypatch, module)
+    hide_modules(monkeypatch, module)
     assert machine(load(**sections)) == [f"here: {message}"]
 
 
 def test_a_gguf_file_needs_its_package_until_it_is_converted(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without(monkeypatch, "gguf")
+    hide_modules(monkeypatch, "gguf")
     monkeypatch.setenv("ROLLICK_CACHE", str(tmp_path / "cache"))
     (tmp_path / "x.gguf").write_bytes(b"GGUF and more")
     loaded = load(f"model.path={tmp_path / 'x.gguf'}")
@@ -138,7 +140,7 @@ def test_a_gguf_file_needs_its_package_until_it_is_converted(
 
 
 def test_every_extra_that_the_code_needs_is_in_the_table() -> None:
-    """Except those of files in which no recipe decides: the CLI, and the reader of GGUF files."""
+    """Except gguf: it depends on the model's file, not on a key of the recipe."""
     package = Path(rollick.__file__).parent
     needed_extras: set[str] = set()
     for file in package.rglob("*.py"):
@@ -147,9 +149,13 @@ def test_every_extra_that_the_code_needs_is_in_the_table() -> None:
                 needed_extras |= {
                     arg.value for arg in node.args[1:] if isinstance(arg, ast.Constant)
                 }
-    known = [LORA, SERVER, *(each for table in REQUIREMENTS.values() for each in table.values())]
+    known = [
+        LORA,
+        SERVER,
+        *(requirement for table in REQUIREMENTS.values() for requirement in table.values()),
+    ]
     assert needed_extras - {"gguf"} <= {
-        each.install.partition("[")[2].rstrip("]'") for each in known
+        requirement.install.partition("[")[2].rstrip("]'") for requirement in known
     }
 
 
@@ -165,8 +171,8 @@ def test_a_missing_gpu_is_refused_before_torch_is_loaded(
             " devices.generators",
         ]
         assert all("GPU 0: " in problem and "use cpu" in problem for problem in problems)
-    elsewhere = load(**devices, cluster={"address": "ray://other:10001"})
-    assert machine(elsewhere) == []
+    remote = load(**devices, cluster={"address": "ray://other:10001"})
+    assert machine(remote) == []
 
 
 def test_a_run_that_cannot_start_here_fails_before_it_leaves_anything(
@@ -289,12 +295,14 @@ def test_a_model_that_cannot_fit_is_refused(load: Load, tmp_path: Path) -> None:
     assert "train.lora" in str(problem)
     file = tmp_path / "recipe.yaml"
     file.write_text(dump_recipe(loaded.recipe))
-    described = check_and_describe(file, (), deep=False, recipe_only=True)
-    assert re.search(r"\nmachine .* if it runs out, .*set checkpoint\.snapshot=false \(", described)
+    description = check_and_describe(file, (), deep=False, recipe_only=True)
+    assert re.search(
+        r"\nmachine .* if it runs out, .*set checkpoint\.snapshot=false \(", description
+    )
     assert re.search(r"or checkpoint\.snapshot=false, which saves \S+ GB", str(problem))
 
 
-class _Refuses(BaseHTTPRequestHandler):
+class _EmptyHub(BaseHTTPRequestHandler):
     """A hub without models."""
 
     def do_GET(self) -> None:
@@ -308,7 +316,7 @@ class _Refuses(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def empty_hub() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Refuses)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _EmptyHub)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -317,13 +325,13 @@ def empty_hub() -> Iterator[str]:
     server.server_close()
 
 
-def closed_port() -> int:
+def find_closed_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
 
 
-def command(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_cli(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     program = [sys.executable, "-m", "rollick.cli", *arguments]
     caches = {"HF_HUB_CACHE": str(folder / "hub"), "HF_DATASETS_CACHE": str(folder / "datasets")}
     env = {**os.environ, **caches, "NO_COLOR": "1", **environment}
@@ -337,19 +345,19 @@ def test_an_unavailable_model_or_dataset_is_reported_at_once(
         "model: {path: org/none}\ndata: {domains: {a: {source: 'hub:org/rows', rewards: [f1]}}}\n"
     )
     (tmp_path / "recipe.yaml").write_text(recipe)
-    closed = f"http://127.0.0.1:{closed_port()}"
+    closed = f"http://127.0.0.1:{find_closed_port()}"
     for endpoint, message in (
         (empty_hub, "the hub does not have it, or requires an access token"),
         (closed, "the hub cannot be reached"),
     ):
-        child = command(tmp_path, "check", "recipe.yaml", HF_ENDPOINT=endpoint)
+        child = run_cli(tmp_path, "check", "recipe.yaml", HF_ENDPOINT=endpoint)
         assert child.returncode == 2, child.stderr
         assert "recipe.yaml:1:15: model.path: there is no folder 'org/none' here" in child.stderr
         assert "data.domains.a.source: dataset 'org/rows': it is not in the" in child.stderr
         assert child.stderr.count(message) == 2
         assert "Traceback" not in child.stderr
-    only = command(tmp_path, "check", "--recipe-only", "recipe.yaml", HF_ENDPOINT=closed)
-    assert only.returncode == 0, only.stderr
+    recipe_check = run_cli(tmp_path, "check", "--recipe-only", "recipe.yaml", HF_ENDPOINT=closed)
+    assert recipe_check.returncode == 0, recipe_check.stderr
 
 
 def test_what_is_in_the_hubs_cache_needs_no_network(tmp_path: Path) -> None:
@@ -361,7 +369,7 @@ def test_what_is_in_the_hubs_cache_needs_no_network(tmp_path: Path) -> None:
         "model: {path: org/cached}\ndata: {domains: {a: {source: 'hub:org/rows', rewards: [f1]}}}\n"
     )
     (tmp_path / "recipe.yaml").write_text(recipe)
-    closed = f"http://127.0.0.1:{closed_port()}"
-    child = command(tmp_path, "check", "recipe.yaml", HF_ENDPOINT=closed)
+    closed = f"http://127.0.0.1:{find_closed_port()}"
+    child = run_cli(tmp_path, "check", "recipe.yaml", HF_ENDPOINT=closed)
     assert child.returncode == 0, child.stderr
     assert "host 0" in child.stdout

@@ -1,4 +1,4 @@
-"""Every run writes report.html: what was trained, on what, and how it went."""
+"""Every run writes report.html with its task, model, settings, results and samples."""
 
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -16,7 +16,7 @@ from rollick.pipelines.run import run_recipe
 Toy = Callable[..., LoadedRecipe]
 
 
-class Cells(HTMLParser):
+class PageTexts(HTMLParser):
     """The texts of a page between its tags."""
 
     def __init__(self, path: Path) -> None:
@@ -27,7 +27,7 @@ class Cells(HTMLParser):
     def handle_data(self, data: str) -> None:
         self.texts.append(data.strip())
 
-    def after(self, text: str, count: int = 1) -> list[str]:
+    def texts_after(self, text: str, count: int = 1) -> list[str]:
         begin = self.texts.index(text) + 1
         return self.texts[begin : begin + count]
 
@@ -37,19 +37,19 @@ def test_the_report_of_an_rl_run_has_task_model_seed_results_and_samples(toy: To
     options = ("observe.report=true", "evaluate.at_start=true", "evaluate.at_end=true")
     loaded = toy(*options, "run.seed=7", *algorithm, name="$\\frac$")
     folder = run_recipe(loaded).folder
-    page, rows = Cells(folder / "report.html"), read_metrics(folder / "metrics.jsonl")
+    page, rows = PageTexts(folder / "report.html"), read_metrics(folder / "metrics.jsonl")
     assert page.texts.count("$\\frac$") == 2
-    assert page.after("task") == [
+    assert page.texts_after("task") == [
         "rlvr: letters (rollick.testing.toys:letter_rows, "
         "scored by rollick.testing.toys:nears_letter)"
     ]
-    assert page.after("model") == [loaded.recipe.model.path]
-    assert page.after("algorithm") == ["advantage rloo, loss reinforce"]
-    assert page.after("seed") == ["7"]
-    assert page.after("steps")[0].startswith("2 of 2, ")
+    assert page.texts_after("model") == [loaded.recipe.model.path]
+    assert page.texts_after("algorithm") == ["advantage rloo, loss reinforce"]
+    assert page.texts_after("seed") == ["7"]
+    assert page.texts_after("steps")[0].startswith("2 of 2, ")
     first, last = (row["eval/pass@1"] for row in rows if "eval/pass@1" in row)
     expected = [f"{value:.3g}" for value in (first, max(first, last), last)]
-    assert page.after("held-out: all", 3) == expected
+    assert page.texts_after("held-out: all", 3) == expected
     assert "Held-out prompts, first and last validation" in page.texts
     assert [f"say {letter}" in page.texts for letter in "abcdefgh"] == [True] * 8
     assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
@@ -59,14 +59,14 @@ def test_a_run_without_validation_shows_its_last_samples_and_one_that_fails_has_
     toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = toy("observe.report=true", "observe.samples_per_step=1")
-    page = Cells(run_recipe(loaded).folder / "report.html")
+    page = PageTexts(run_recipe(loaded).folder / "report.html")
     assert "Samples of the last step" in page.texts
     assert sum(text.startswith("say ") for text in page.texts) == 1
 
-    async def fails(*args: Any) -> Any:
+    async def fail(*args: Any) -> Any:
         raise StuckError("an engine does not answer")
 
-    monkeypatch.setattr(loop, "evaluate_prompts", fails)
+    monkeypatch.setattr(loop, "evaluate_prompts", fail)
     loaded = toy("observe.report=true", "evaluate.at_end=true", name="fails")
     with pytest.raises(StuckError):
         run_recipe(loaded)
@@ -76,8 +76,8 @@ def test_a_run_without_validation_shows_its_last_samples_and_one_that_fails_has_
 def test_the_report_of_sft_shows_the_loss_and_none_is_written_if_it_is_off(toy: Toy) -> None:
     domain = {"source": "rollick.testing.toys:letter_rows", "completion": "answer"}
     sections = {"pipeline": "sft", "data": {"domains": {"letters": domain}}}
-    page = Cells(run_recipe(toy("observe.report=true", **sections)).folder / "report.html")
-    first, best, last = (float(text) for text in page.after("loss", 3))
+    page = PageTexts(run_recipe(toy("observe.report=true", **sections)).folder / "report.html")
+    first, best, last = (float(text) for text in page.texts_after("loss", 3))
     assert 0 < best <= min(first, last)
     assert not (run_recipe(toy(**sections)).folder / "report.html").exists()
 

@@ -1,4 +1,4 @@
-"""The reward `model`: a frozen reward model on the device map, asked in batches."""
+"""The reward `model`: a frozen reward model on the device map, which scores batches."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ def scorer(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def asking(toy: Toy, scorer: Path, *rewards: Any, **options: Any) -> LoadedRecipe:
+def load_recipe(toy: Toy, scorer: Path, *rewards: Any, **options: Any) -> LoadedRecipe:
     return toy(
         data={"domains": {"letters": LETTERS | {"rewards": list(rewards)}}},
         reward_model={"path": str(scorer)} | options,
     )
 
 
-def samples_of(answers: tuple[str, ...]) -> list[Sample]:
-    asked = prompt(domain="letters")
-    return [sample(text, uid=(0, place), of=asked) for place, text in enumerate(answers)]
+def make_samples(answers: tuple[str, ...]) -> list[Sample]:
+    letters_prompt = prompt(domain="letters")
+    return [sample(text, uid=(0, index), of=letters_prompt) for index, text in enumerate(answers)]
 
 
-def expected(run: OpenRun, scorer: Path) -> list[float]:
-    """What the reference implementation says of the answers."""
+def compute_expected_scores(run: OpenRun, scorer: Path) -> list[float]:
+    """The scores of the answers by the reference implementation."""
     codec, turns = run.episodes.codec, prompt(domain="letters").turns
     encoded = [codec.encode_example(turns, text)[0] for text in ANSWERS]
     examples = [[(ids, np.ones(len(ids), dtype=np.bool_))] for ids in encoded]
@@ -67,39 +67,41 @@ def expected(run: OpenRun, scorer: Path) -> list[float]:
 async def test_the_score_of_a_sample_is_that_of_the_model_times_the_weight(
     toy: Toy, scorer: Path
 ) -> None:
-    loaded = asking(toy, scorer, {"name": "model", "weight": 2.0}, batch_size=3)
+    loaded = load_recipe(toy, scorer, {"name": "model", "weight": 2.0}, batch_size=3)
     async with open_run(loaded) as run:
-        scores = await asyncio.gather(*(run.scoring.score(one) for one in samples_of(ANSWERS)))
-        wanted = expected(run, scorer)
-        counted = run.scoring.rewards.call_counts.take_metrics()
-    assert len(set(wanted)) == len(ANSWERS)
-    assert [score.value for score in scores] == pytest.approx([2 * one for one in wanted], abs=1e-5)
-    assert counted["reward/calls/model"] == len(ANSWERS)
+        scores = await asyncio.gather(*(run.scoring.score(item) for item in make_samples(ANSWERS)))
+        expected = compute_expected_scores(run, scorer)
+        call_metrics = run.scoring.rewards.call_counts.take_metrics()
+    assert len(set(expected)) == len(ANSWERS)
+    assert [score.value for score in scores] == pytest.approx(
+        [2 * item for item in expected], abs=1e-5
+    )
+    assert call_metrics["reward/calls/model"] == len(ANSWERS)
 
 
 async def test_it_works_beside_rewards_of_other_processes(toy: Toy, scorer: Path) -> None:
-    loaded = asking(toy, scorer, "model", {"name": "length", "options": {"max_length": 1}})
+    loaded = load_recipe(toy, scorer, "model", {"name": "length", "options": {"max_length": 1}})
     async with open_run(loaded) as run:
-        scores = [await run.scoring.score(one) for one in samples_of(ANSWERS)]
-        wanted = expected(run, scorer)
-    assert [score.parts["model"] for score in scores] == pytest.approx(wanted, abs=1e-5)
+        scores = [await run.scoring.score(item) for item in make_samples(ANSWERS)]
+        expected = compute_expected_scores(run, scorer)
+    assert [score.parts["model"] for score in scores] == pytest.approx(expected, abs=1e-5)
     assert [score.parts["length"] for score in scores] == [1.0, 1.0, 0.0, 1.0]
 
 
 async def test_an_answer_that_is_too_long_is_a_failed_score(toy: Toy, scorer: Path) -> None:
-    async with open_run(asking(toy, scorer, "model", max_length=4)) as run:
-        score = await run.scoring.score(samples_of(ANSWERS)[0])
+    async with open_run(load_recipe(toy, scorer, "model", max_length=4)) as run:
+        score = await run.scoring.score(make_samples(ANSWERS)[0])
     assert not score.ok
     assert "reward_model.max_length is 4" in score.detail
 
 
 class FailingGroup:
-    """A group whose reward model says the length of what it reads, but fails at some batches."""
+    """A group whose reward model scores by length (or `constant`), and fails at some batches."""
 
-    def __init__(self, *, fails_at: tuple[int, ...] = (), says: float | None = None) -> None:
+    def __init__(self, *, fails_at: tuple[int, ...] = (), constant: float | None = None) -> None:
         self.device_map = DeviceMap({"reward_model": parse_devices("cpu")})
         self.sizes: list[int] = []
-        self.fails_at, self.says = fails_at, says
+        self.fails_at, self.constant = fails_at, constant
 
     async def scatter(self, role: str, method: str, parts: list[Batch]) -> list[FloatArray]:
         assert (role, method) == ("reward_model", "scores")
@@ -109,20 +111,20 @@ class FailingGroup:
         if len(self.sizes) - 1 in self.fails_at:
             raise WorkerError("reward_model 0 died")
         lengths = np.diff(batch.offsets_B1).astype(np.float32)
-        return [lengths if self.says is None else np.full_like(lengths, self.says)]
+        return [lengths if self.constant is None else np.full_like(lengths, self.constant)]
 
 
-async def ask_all(toy: Toy, scorer: Path, group: FailingGroup) -> list[Score]:
-    recipe = asking(toy, scorer, "model", batch_size=4).recipe
-    samples = samples_of(tuple("a" * (place + 1) for place in range(10)))
+async def score_all(toy: Toy, scorer: Path, group: FailingGroup) -> list[Score]:
+    recipe = load_recipe(toy, scorer, "model", batch_size=4).recipe
+    samples = make_samples(tuple("a" * (index + 1) for index in range(10)))
     handle = RewardModel(cast("Any", group), "reward_model")
     async with RewardModelClient.open(handle, recipe) as model:
-        return await asyncio.gather(*(model.score(one) for one in samples))
+        return await asyncio.gather(*(model.score(item) for item in samples))
 
 
 async def test_samples_that_wait_are_scored_together(toy: Toy, scorer: Path) -> None:
     group = FailingGroup()
-    scores = await ask_all(toy, scorer, group)
+    scores = await score_all(toy, scorer, group)
     assert group.sizes == [4, 4, 2]
     assert [score.value - scores[0].value for score in scores] == list(range(10))
 
@@ -130,38 +132,38 @@ async def test_samples_that_wait_are_scored_together(toy: Toy, scorer: Path) -> 
 async def test_after_a_batch_that_the_model_fails_on_the_next_one_is_scored(
     toy: Toy, scorer: Path
 ) -> None:
-    scores = await ask_all(toy, scorer, FailingGroup(fails_at=(1,)))
+    scores = await score_all(toy, scorer, FailingGroup(fails_at=(1,)))
     assert [score.ok for score in scores] == [True] * 4 + [False] * 4 + [True] * 2
     assert scores[4].detail == "the reward model failed: reward_model 0 died"
 
 
 async def test_what_is_no_number_is_no_score(toy: Toy, scorer: Path) -> None:
-    scores = await ask_all(toy, scorer, FailingGroup(says=float("inf")))
+    scores = await score_all(toy, scorer, FailingGroup(constant=float("inf")))
     assert {score.detail for score in scores} == {"the reward model returned inf"}
 
 
 def test_a_run_masks_and_counts_samples_that_the_model_cannot_score(
     toy: Toy, scorer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, lost = RewardModelWorker.scores, list[int]()
+    original, failed_rows = RewardModelWorker.scores, list[int]()
 
     def fail_at_first(worker: RewardModelWorker, batch: Batch) -> FloatArray:
-        if not lost:
-            lost.append(batch.rows)
+        if not failed_rows:
+            failed_rows.append(batch.rows)
             raise RuntimeError("out of memory")
         return original(worker, batch)
 
     monkeypatch.setattr(RewardModelWorker, "scores", fail_at_first)
-    run = run_recipe(asking(toy, scorer, "model", batch_size=2))
+    run = run_recipe(load_recipe(toy, scorer, "model", batch_size=2))
     steps = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [sum(step["reward/failed/model"] for step in steps)] == lost
+    assert [sum(step["reward/failed/model"] for step in steps)] == failed_rows
     assert steps[0]["rollout/failed_scores"] > 0
     assert all(isfinite(step["score/mean"]) for step in steps)
     assert run.metrics["train/grad_norm"] > 0
 
 
 def test_the_role_exists_during_sampling_only_if_a_reward_uses_it(toy: Toy, scorer: Path) -> None:
-    recipe = asking(toy, scorer, "model").recipe
+    recipe = load_recipe(toy, scorer, "model").recipe
     uses = {phase.name: phase.uses for phase in plan_phases(recipe)}
     assert uses["generate"] == ("generators", "reward_model")
     assert DeviceMap.of(toy().recipe).ranks("reward_model") == 0
@@ -169,7 +171,7 @@ def test_the_role_exists_during_sampling_only_if_a_reward_uses_it(toy: Toy, scor
 
 
 def test_a_run_trains_on_scores_of_the_reward_model(toy: Toy, scorer: Path) -> None:
-    run = run_recipe(asking(toy, scorer, "model"))
+    run = run_recipe(load_recipe(toy, scorer, "model"))
     assert run.metrics["reward/calls/model"] + run.metrics["reward/cached/model"] > 0
     assert run.metrics["rollout/failed_scores"] == 0
     assert run.metrics["train/grad_norm"] > 0

@@ -1,4 +1,4 @@
-"""The RL step over a tiny model: what is recorded, what is bounded, what stops a run."""
+"""RL runs of a tiny model: their records, the bound on staleness, and errors that stop a run."""
 
 import ast
 import inspect
@@ -28,12 +28,12 @@ RunToy = Callable[..., RunResult]
 Scores = Callable[..., Any]
 
 
-def rows_of(result: RunResult, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+def read_rows(result: RunResult, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (result.folder / name).read_text("utf-8").splitlines()]
 
 
-def train_with(toy: Toy, reward: Scores, *overrides: str, **options: Any) -> RunResult:
-    """The toy run with a function of the test as its reward."""
+def train_with_reward(toy: Toy, reward: Scores, *overrides: str, **options: Any) -> RunResult:
+    """Run the toy recipe with a function of the test as its reward."""
     domain = {"source": "rollick.testing.toys:letter_rows", "rewards": ["object:reward"]}
     loaded = toy(*overrides, data={"domains": {"letters": domain}}, **options)
     return run_recipe(loaded, objects=RunObjects(rewards={"reward": reward}))
@@ -66,7 +66,7 @@ def test_the_step_fits_on_a_screen() -> None:
 
 
 def test_every_metric_that_is_logged_is_documented(full_run: RunResult) -> None:
-    logged = {name for row in rows_of(full_run) for name in row} - {"step"}
+    logged = {name for row in read_rows(full_run) for name in row} - {"step"}
     assert {name for name in logged if not is_documented(name)} == set()
     assert {"score/mean", "train/loss", "time/generate", "eval/pass@1", "version"} <= logged
 
@@ -107,27 +107,27 @@ def test_the_recipe_in_the_folder_is_the_one_that_ran(full_run: RunResult) -> No
 
 
 def test_some_samples_of_each_step_are_kept(full_run: RunResult) -> None:
-    rows = rows_of(full_run, "samples.jsonl")
+    rows = read_rows(full_run, "samples.jsonl")
     assert [row["step"] for row in rows] == [1] * 4 + [2] * 4 + [3] * 4
     assert all(len(row["response"]) <= 3 for row in rows)
 
 
 def test_validation_is_made_at_the_start_when_it_is_due_and_at_the_end(full_run: RunResult) -> None:
-    steps = [row["step"] for row in rows_of(full_run, "validation.jsonl")]
+    steps = [row["step"] for row in read_rows(full_run, "validation.jsonl")]
     assert steps == [0] * 8 + [2] * 8 + [3] * 8
-    with_validation = [row["step"] for row in rows_of(full_run) if "eval/pass@1" in row]
+    with_validation = [row["step"] for row in read_rows(full_run) if "eval/pass@1" in row]
     assert with_validation == [0, 2, 3]
     assert full_run.score == full_run.metrics["eval/pass@1"]
 
 
 def test_at_the_first_step_the_policy_is_its_own_reference(full_run: RunResult) -> None:
-    first, second = (row for row in rows_of(full_run) if row["step"] in (1, 2))
+    first, second = (row for row in read_rows(full_run) if row["step"] in (1, 2))
     batch = load_batch(full_run.folder / "dumps" / "step-000001" / "batch")
     assert batch.old_logprobs_N is not None
     assert batch.reference_logprobs_N is not None
     assert (batch.old_logprobs_N == batch.reference_logprobs_N).all()
-    drawn = batch.loss_mask_N
-    assert batch.old_logprobs_N[drawn] == pytest.approx(batch.logprobs_N[drawn], abs=1e-5)
+    sampled = batch.loss_mask_N
+    assert batch.old_logprobs_N[sampled] == pytest.approx(batch.logprobs_N[sampled], abs=1e-5)
     assert second["train/mean/kl"] > first["train/mean/kl"] >= 0
 
 
@@ -138,7 +138,7 @@ def test_without_minibatches_the_kl_of_the_first_step_is_zero(run_toy: RunToy) -
 
 
 def test_the_learner_half_of_a_dump_agrees_with_the_engine(full_run: RunResult) -> None:
-    shown = wait_for(
+    replayed = wait_for(
         plan_replay(
             full_run.folder / "dumps" / "step-000001",
             full_run.folder / "recipe.yaml",
@@ -146,26 +146,28 @@ def test_the_learner_half_of_a_dump_agrees_with_the_engine(full_run: RunResult) 
             only="train",
         )
     )
-    assert isinstance(shown, TrainReplay)
-    assert shown.max_ratio_error < 1e-5
-    assert abs(shown.kl) < 1e-8
-    assert shown.loss == pytest.approx(rows_of(full_run)[1]["train/loss"], abs=1e-7)
-    assert shown.grad_norm == pytest.approx(rows_of(full_run)[1]["train/grad_norm"], rel=1e-6)
+    assert isinstance(replayed, TrainReplay)
+    assert replayed.max_ratio_error < 1e-5
+    assert abs(replayed.kl) < 1e-8
+    assert replayed.loss == pytest.approx(read_rows(full_run)[1]["train/loss"], abs=1e-7)
+    assert replayed.grad_norm == pytest.approx(read_rows(full_run)[1]["train/grad_norm"], rel=1e-6)
 
 
 def test_the_engine_half_of_a_dump_draws_the_same_samples_again(full_run: RunResult) -> None:
     dump = full_run.folder / "dumps" / "step-000001"
-    work = plan_replay(
+    replay = plan_replay(
         dump,
         full_run.folder / "recipe.yaml",
         [f"run.folder={full_run.folder.parent}"],
         only="generate",
     )
-    shown = wait_for(work)
-    assert isinstance(shown, GenerateReplay)
-    assert shown.samples == sum(len(group.members) for group in load_groups(dump / "groups")) == 16
-    assert shown.identical == shown.samples
-    assert shown.score_now == shown.score_then
+    replayed = wait_for(replay)
+    assert isinstance(replayed, GenerateReplay)
+    assert (
+        replayed.samples == sum(len(group.members) for group in load_groups(dump / "groups")) == 16
+    )
+    assert replayed.identical == replayed.samples
+    assert replayed.score_now == replayed.score_then
 
 
 def test_a_folder_that_is_no_dump_and_an_unknown_half_are_refused(full_run: RunResult) -> None:
@@ -178,7 +180,7 @@ def test_a_folder_that_is_no_dump_and_an_unknown_half_are_refused(full_run: RunR
 
 def test_stock_kernels_give_a_dump_that_agrees_up_to_rounding(run_toy: RunToy) -> None:
     result = run_toy("observe.dump_steps=[1]", steps=1)
-    shown = wait_for(
+    replayed = wait_for(
         plan_replay(
             result.folder / "dumps" / "step-000001",
             result.folder / "recipe.yaml",
@@ -186,9 +188,9 @@ def test_stock_kernels_give_a_dump_that_agrees_up_to_rounding(run_toy: RunToy) -
             only="train",
         )
     )
-    assert isinstance(shown, TrainReplay)
-    assert shown.max_ratio_error < 1e-5
-    assert abs(shown.kl) < 1e-8
+    assert isinstance(replayed, TrainReplay)
+    assert replayed.max_ratio_error < 1e-5
+    assert abs(replayed.kl) < 1e-8
 
 
 @pytest.mark.parametrize("generators", ["cpu:0", "cpu:1"], ids=["colocated", "separate"])
@@ -202,7 +204,7 @@ def test_with_staleness_one_no_token_is_older_than_one(run_toy: RunToy, generato
         f"observe.dump_steps={steps}",
         steps=4,
     )
-    rows = rows_of(result)
+    rows = read_rows(result)
     # Twice a step's groups start at once, so the second batch was drawn by the first policy.
     assert [row["rollout/age_max"] for row in rows[:2]] == [0, 1]
     assert all(row["rollout/age_max"] <= 1 for row in rows)
@@ -236,8 +238,8 @@ def test_scores_that_fail_are_counted_and_masked(toy: Toy) -> None:
         return sum(map(ord, completion)) % 7
 
     options = ["rollout.max_failed_scores=1", "observe.dump_steps=[1,2]", "data.shuffle=false"]
-    result = train_with(toy, reward, *options, "rollout.drop_no_signal=false")
-    rows = rows_of(result)
+    result = train_with_reward(toy, reward, *options, "rollout.drop_no_signal=false")
+    rows = read_rows(result)
     assert [row["rollout/failed_scores"] for row in rows] == [0.25, 0]
     first = result.folder / "dumps" / "step-000001"
     failed = [m for g in load_groups(first / "groups") for m in g.members if not m.score.ok]
@@ -255,9 +257,13 @@ def test_a_reward_that_is_not_a_number_is_a_failure_and_not_a_score(toy: Toy) ->
     def reward(completion: str, answer: str) -> float:
         return float("nan") if answer == "a" else sum(map(ord, completion)) % 7
 
-    result = train_with(toy, reward, "rollout.max_failed_scores=1", "data.shuffle=false", steps=1)
+    result = train_with_reward(
+        toy, reward, "rollout.max_failed_scores=1", "data.shuffle=false", steps=1
+    )
     assert result.metrics["rollout/failed_scores"] > 0
-    assert all(row["score"] is None or row["score"] < 7 for row in rows_of(result, "samples.jsonl"))
+    assert all(
+        row["score"] is None or row["score"] < 7 for row in read_rows(result, "samples.jsonl")
+    )
 
 
 def test_rewards_that_all_fail_stop_the_run_with_the_reason(toy: Toy) -> None:
@@ -265,12 +271,12 @@ def test_rewards_that_all_fail_stop_the_run_with_the_reason(toy: Toy) -> None:
         raise ConnectionError("the judge is away")
 
     with pytest.raises(RewardError, match=r"could not be scored.*the judge is away"):
-        train_with(toy, reward)
+        train_with_reward(toy, reward)
 
 
 def test_a_task_without_any_signal_stops_the_run_with_advice(toy: Toy) -> None:
     with pytest.raises(RollickError, match=r"scored the same.*easier prompts"):
-        train_with(toy, lambda completion: 0.0, "rollout.max_drops_per_step=4")
+        train_with_reward(toy, lambda completion: 0.0, "rollout.max_drops_per_step=4")
 
 
 def test_a_folder_that_holds_a_run_is_not_taken_for_another(full_run: RunResult, toy: Toy) -> None:
@@ -300,15 +306,15 @@ def test_two_runs_in_one_folder_at_once_are_refused(toy: Toy) -> None:
 def test_repeated_steps_are_recorded_once(run_toy: RunToy) -> None:
     options = ["run.deterministic=true", "checkpoint.every=2", "evaluate.every=1"]
     first = run_toy(*options, name="again", steps=4)
-    before = [rows_of(first, name) for name in ("samples.jsonl", "validation.jsonl")]
-    # As after a kill in step 4: the newest checkpoint is of step 2, and a last line is cut.
+    before = [read_rows(first, name) for name in ("samples.jsonl", "validation.jsonl")]
+    # As after a kill in step 4: the newest checkpoint is of step 2, and the last row is incomplete.
     for path in (first.folder / "checkpoints").glob("step-000004"):
         path.rename(first.folder / "lost")
     with (first.folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "train/')
     again = run_toy(*options, name="again", steps=4, resume=True)
-    assert [row["step"] for row in rows_of(again)] == [1, 2, 3, 4]
-    assert [rows_of(again, name) for name in ("samples.jsonl", "validation.jsonl")] == before
+    assert [row["step"] for row in read_rows(again)] == [1, 2, 3, 4]
+    assert [read_rows(again, name) for name in ("samples.jsonl", "validation.jsonl")] == before
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_over(toy: Toy) -> None:
@@ -318,7 +324,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over(toy: Toy) -> None:
         folder.append_rows("samples.jsonl", [{"step": 1}])
     result = run_recipe(loaded, resume=True)
     assert [row["step"] for row in read_metrics(result.folder / "metrics.jsonl")] == [1]
-    assert len(rows_of(result, "samples.jsonl")) == 4
+    assert len(read_rows(result, "samples.jsonl")) == 4
 
 
 def test_a_step_that_changed_nothing_publishes_nothing_and_many_stop_the_run(

@@ -1,4 +1,4 @@
-"""Long rounds and kept caches in real runs: every group is accounted for, every flag arrives."""
+"""Long rounds and kept caches in complete runs: groups are accounted for, tokens are flagged."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def test_deferred_groups_are_trained_on_and_those_left_at_the_end_are_warned_abo
     assert (counts.groups.trained, counts.groups.dropped) == (24, 0)
     deferred = [event.group for event in events.events if isinstance(event, GroupDeferred)]
     assert len(deferred) == len(set(deferred))
-    again = {event.group for event in events.events if isinstance(event, GroupRestarted)}
+    restarted = {event.group for event in events.events if isinstance(event, GroupRestarted)}
     trained = {
         g for event in events.events if isinstance(event, BatchTrained) for g in event.groups
     }
-    assert again <= trained
+    assert restarted <= trained
 
 
 async def test_tokens_over_a_kept_cache_are_flagged_from_engine_to_batch(toy: Toy) -> None:
@@ -66,9 +66,9 @@ async def test_tokens_over_a_kept_cache_are_flagged_from_engine_to_batch(toy: To
         for _ in range(6):
             report = await pipeline.step()
             samples = [sample for group in report.groups for sample in group.samples]
-            kept = sum(sample.kept_cache_tokens for sample in samples)
-            assert pipeline.measure(report)["rollout/kept_cache_tokens"] == kept
-            flagged += kept
+            kept_tokens = sum(sample.kept_cache_tokens for sample in samples)
+            assert pipeline.measure(report)["rollout/kept_cache_tokens"] == kept_tokens
+            flagged += kept_tokens
             for sample in samples:
                 if sample.kept_cache is not None:
                     oldest = sample.versions[sample.versions >= 0].min()

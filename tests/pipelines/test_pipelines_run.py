@@ -1,4 +1,4 @@
-"""`rollick.train`: five lines of Python, in a script and where a loop is already running."""
+"""`rollick.train`, in a script and inside a running event loop."""
 
 import asyncio
 import math
@@ -44,14 +44,14 @@ QUIET: dict[str, Any] = {
 Train = Callable[..., rollick.RunResult]
 
 
-# A lambda goes to the reward process as it is; a function of this module would take the module,
-# and so torch, along.
+# A lambda is pickled by value. A function of this module would make the reward process import this
+# module, and so torch.
 reward = lambda completion: completion.count("a") + 0.001 * sum(map(ord, completion))  # noqa: E731
 
 
 @pytest.fixture
 def train(tiny_folder: Path, tmp_path: Path) -> Train:
-    """`rollick.train` on the tiny model, with small settings under the test's own."""
+    """Calls `rollick.train` on the tiny model with small settings, which options override."""
 
     def call(prompts: Any = ("say a", "say b"), score: Any = reward, **options: Any) -> Any:
         settings = {"run__folder": str(tmp_path), **QUIET, **options}
@@ -157,10 +157,10 @@ def test_a_wrong_option_is_named_with_the_nearest_right_one(
 def test_rows_and_rewards_that_do_not_fit_are_refused_before_anything_starts(
     train: Train, tmp_path: Path, prompts: Any, score: Any, message: str
 ) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as error:
         train(prompts, score, run__name="none")
-    assert message in str(refused.value)
-    assert refused.value.__context__ is None  # No "During handling of the above exception".
+    assert message in str(error.value)
+    assert error.value.__context__ is None  # No "During handling of the above exception".
     assert not (tmp_path / "none").exists()
 
 

@@ -1,4 +1,4 @@
-"""The guard ends a run that cannot end itself, and leaves all others alone."""
+"""The guard ends a run that cannot end itself, and no other run."""
 
 import asyncio
 import importlib.util
@@ -38,38 +38,38 @@ class Clock:
         return self.now
 
 
-def guard_of(ended: list[int], clock: Clock, *, has_checkpoint: bool = True) -> RunGuard:
-    return RunGuard(lambda: has_checkpoint, 30.0, 60.0, end=ended.append, clock=clock)
+def make_guard(exit_codes: list[int], clock: Clock, *, has_checkpoint: bool = True) -> RunGuard:
+    return RunGuard(lambda: has_checkpoint, 30.0, 60.0, end=exit_codes.append, clock=clock)
 
 
 def test_a_responding_run_is_left_alone() -> None:
-    ended, clock = list[int](), Clock()
-    guard = guard_of(ended, clock)
+    exit_codes, clock = list[int](), Clock()
+    guard = make_guard(exit_codes, clock)
     for clock.now in range(0, 1000, 10):
         guard.loop_seen_at = clock.now
         guard.end_if_stuck()
-    assert ended == []
+    assert exit_codes == []
 
 
 @pytest.mark.parametrize(("has_checkpoint", "code"), [(True, 75), (False, 69)])
 def test_a_stop_that_takes_longer_than_its_grace_ends_the_run(
     has_checkpoint: bool, code: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ended, clock = list[int](), Clock()
-    guard = guard_of(ended, clock, has_checkpoint=has_checkpoint)
+    exit_codes, clock = list[int](), Clock()
+    guard = make_guard(exit_codes, clock, has_checkpoint=has_checkpoint)
     guard.signalled_at = 5.0
     clock.now = 35.0
     guard.end_if_stuck()
-    assert ended == []
+    assert exit_codes == []
     clock.now = 35.5
     guard.end_if_stuck()
-    assert ended == [code]
+    assert exit_codes == [code]
     assert "it did not stop within run.stop_grace_s=30 s of a signal" in caplog.text
 
 
 def test_a_guard_without_a_free_file_descriptor_still_ends_a_stop_that_takes_too_long() -> None:
-    ended, clock = list[int](), Clock()
-    guard = guard_of(ended, clock)
+    exit_codes, clock = list[int](), Clock()
+    guard = make_guard(exit_codes, clock)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:
@@ -78,12 +78,12 @@ def test_a_guard_without_a_free_file_descriptor_still_ends_a_stop_that_takes_too
         guard.end_if_stuck()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert ended == [75]
+    assert exit_codes == [75]
 
 
 @pytest.fixture
 def raylet(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with the name of Ray's, which sleeps."""
+    """A sleeping process with the name of Ray's raylet."""
     sleep = shutil.which("sleep")
     assert sleep is not None
     program = tmp_path / "raylet"
@@ -96,8 +96,8 @@ def raylet(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 def test_a_stopped_raylet_ends_the_run_with_the_code_for_a_retry(
     request: pytest.FixtureRequest,
 ) -> None:
-    ended, clock = list[int](), Clock()
-    guard = guard_of(ended, clock)
+    exit_codes, clock = list[int](), Clock()
+    guard = make_guard(exit_codes, clock)
     process: subprocess.Popen[bytes] = request.getfixturevalue("raylet")
     guard.end_if_stuck()
     process.send_signal(signal.SIGSTOP)
@@ -106,23 +106,23 @@ def test_a_stopped_raylet_ends_the_run_with_the_code_for_a_retry(
     clock.now = STOPPED_S + 1
     guard.loop_seen_at = clock.now
     guard.end_if_stuck()
-    assert ended == [69]
+    assert exit_codes == [69]
     assert process.wait(10) == -signal.SIGKILL
 
 
 def test_a_raylet_that_is_stopped_for_a_moment_ends_nothing(
     request: pytest.FixtureRequest,
 ) -> None:
-    ended, clock = list[int](), Clock()
-    guard = guard_of(ended, clock)
+    exit_codes, clock = list[int](), Clock()
+    guard = make_guard(exit_codes, clock)
     process: subprocess.Popen[bytes] = request.getfixturevalue("raylet")
-    for number, what in ((signal.SIGSTOP, os.WSTOPPED), (signal.SIGCONT, os.WCONTINUED)):
+    for number, state in ((signal.SIGSTOP, os.WSTOPPED), (signal.SIGCONT, os.WCONTINUED)):
         process.send_signal(number)
-        os.waitid(os.P_PID, process.pid, what | os.WNOWAIT)
+        os.waitid(os.P_PID, process.pid, state | os.WNOWAIT)
         clock.now += STOPPED_S + 1
         guard.loop_seen_at = clock.now
         guard.end_if_stuck()
-    assert ended == []
+    assert exit_codes == []
 
 
 @pytest.mark.parametrize(("folder", "codes"), [("ray", [69]), ("other", [])])
@@ -137,20 +137,20 @@ def test_a_call_of_ray_that_blocks_the_event_loop_ends_the_run_and_no_other_call
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    ended, clock, entered, release = list[int](), Clock(), threading.Event(), threading.Event()
-    guard = guard_of(ended, clock)
+    exit_codes, clock, entered, release = list[int](), Clock(), threading.Event(), threading.Event()
+    guard = make_guard(exit_codes, clock)
     clock.now = 61.0
 
-    def look() -> None:
+    def check_while_blocked() -> None:
         entered.wait(30)
         guard.end_if_stuck()
         release.set()
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=check_while_blocked)
     thread.start()
     module.put(entered, release)
     thread.join()
-    assert ended == codes
+    assert exit_codes == codes
 
 
 async def test_signals_reach_asyncio_inside_the_guard_and_after_it() -> None:

@@ -1,4 +1,4 @@
-"""SFT: the same session, learner and checkpoints, without a rollout."""
+"""SFT runs: loss, metrics, resume and validation, without a rollout."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +18,7 @@ SOURCE = {"source": "object:rows", "completion": "answer"}
 OBJECTS = RunObjects(prompts={"rows": ROWS}, rewards={"reward": lambda completion, answer: 1.0})
 
 
-def sft(toy: Toy, *overrides: str, resume: bool = False, **options: Any) -> RunResult:
+def run_sft(toy: Toy, *overrides: str, resume: bool = False, **options: Any) -> RunResult:
     data = options.pop("data", {"domains": {"letters": SOURCE}})
     loaded = toy(
         "run.deterministic=true",
@@ -32,7 +32,7 @@ def sft(toy: Toy, *overrides: str, resume: bool = False, **options: Any) -> RunR
     return run_recipe(loaded, objects=OBJECTS, resume=resume)
 
 
-def figures(result: RunResult) -> list[dict[str, float]]:
+def read_metric_rows(result: RunResult) -> list[dict[str, float]]:
     rows = read_metrics(result.folder / "metrics.jsonl")
     return [
         {k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))} for row in rows
@@ -41,11 +41,11 @@ def figures(result: RunResult) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def full_run(toy: Toy) -> RunResult:
-    return sft(toy, steps=20)
+    return run_sft(toy, steps=20)
 
 
 def test_the_loss_falls(full_run: RunResult) -> None:
-    losses = [row["train/loss"] for row in figures(full_run)]
+    losses = [row["train/loss"] for row in read_metric_rows(full_run)]
     assert len(losses) == 20
     assert losses[-1] < 0.5 * losses[0]
     assert losses[0] > 1
@@ -57,13 +57,13 @@ def test_every_metric_is_documented(full_run: RunResult) -> None:
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(toy: Toy, full_run: RunResult) -> None:
-    sft(toy, steps=8, name="halved")
-    halved = sft(toy, steps=20, name="halved", resume=True)
-    assert figures(halved) == figures(full_run)
-    assert weights(halved) == weights(full_run)
+    run_sft(toy, steps=8, name="halved")
+    resumed = run_sft(toy, steps=20, name="halved", resume=True)
+    assert read_metric_rows(resumed) == read_metric_rows(full_run)
+    assert read_learner_files(resumed) == read_learner_files(full_run)
 
 
-def weights(result: RunResult) -> dict[str, bytes]:
+def read_learner_files(result: RunResult) -> dict[str, bytes]:
     learner = sorted((result.folder / "checkpoints").glob("step-*"))[-1] / "learner"
     return {path.name: path.read_bytes() for path in learner.rglob("*") if path.is_file()}
 
@@ -72,9 +72,9 @@ def test_it_validates_by_generating(toy: Toy) -> None:
     held_out = {"source": "object:rows", "rewards": ["object:reward"]}
     data = {"domains": {"letters": SOURCE}, "validation": {"held_out": held_out}}
     options = ["evaluate.every=2", "evaluate.at_end=true", "evaluate.at_start=true"]
-    result = sft(toy, *options, steps=3, data=data)
-    rows = figures(result)
+    result = run_sft(toy, *options, steps=3, data=data)
+    rows = read_metric_rows(result)
     assert [row["step"] for row in rows if "eval/pass@1" in row] == [0, 2, 3]
     assert result.score == 1.0
-    kept = (result.folder / "validation.jsonl").read_text("utf-8").splitlines()
-    assert [json.loads(line)["step"] for line in kept] == [0] * 8 + [2] * 8 + [3] * 8
+    lines = (result.folder / "validation.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0] * 8 + [2] * 8 + [3] * 8

@@ -26,7 +26,7 @@ DATA = {
 }
 
 
-def sft(toy: Toy, *overrides: str) -> LoadedRecipe:
+def load_sft(toy: Toy, *overrides: str) -> LoadedRecipe:
     options = ("devices.generators=cpu:1", "evaluate.every=1", "evaluate.at_start=false")
     return toy(*options, *overrides, pipeline="sft", steps=2, data=DATA)
 
@@ -36,7 +36,7 @@ class EngineKiller:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, after_publish: bool) -> None:
         self.versions: list[set[int]] = []
-        """Those of the samples of each validation."""
+        """The policy versions of the samples of each validation."""
         prepare = SupervisedPipeline.prepare_validation
 
         async def prepare_validation(pipeline: SupervisedPipeline) -> None:
@@ -65,7 +65,7 @@ def test_a_lost_engine_validates_the_current_weights_after_its_restart(
     toy: Toy, monkeypatch: pytest.MonkeyPatch, after_publish: bool
 ) -> None:
     killer: Any = EngineKiller(monkeypatch, after_publish=after_publish)
-    run_recipe(sft(toy), objects=OBJECTS)
+    run_recipe(load_sft(toy), objects=OBJECTS)
     assert killer.versions == [{1}, {2}]
 
 
@@ -75,4 +75,4 @@ def test_a_validation_fails_if_the_restarts_are_used_up(
     EngineKiller(monkeypatch, after_publish=False)
     limits = ("cluster.restarts=0", "cluster.place_timeout_s=0.5")
     with pytest.raises(EngineLost, match="all engines are lost"):
-        run_recipe(sft(toy, *limits), objects=OBJECTS)
+        run_recipe(load_sft(toy, *limits), objects=OBJECTS)

@@ -1,4 +1,4 @@
-"""What a run keeps when it is cut short: by a signal, by a second one, by a step that fails."""
+"""The state that a run saves when a signal, a second signal or a failed step ends it."""
 
 import asyncio
 import os
@@ -29,17 +29,17 @@ from rollick.types import Score
 Toy = Callable[..., LoadedRecipe]
 
 
-def saved_steps(loaded: LoadedRecipe) -> tuple[Path, int | None]:
+def find_saved_step(loaded: LoadedRecipe) -> tuple[Path, int | None]:
     folder = Path(loaded.recipe.run.folder) / loaded.recipe.run.name
     newest = CheckpointStore(folder / "checkpoints", keep_last=1, keep_best=1).latest()
     return folder, newest.step if newest else None
 
 
-def imitating() -> dict[str, Any]:
-    """The sections that make the toy recipe one of SFT, with validation."""
+def make_sft_sections() -> dict[str, Any]:
+    """The sections that make the toy recipe an SFT recipe with validation."""
     domain = {"source": "rollick.testing.toys:letter_rows", "completion": "answer"}
-    rewarded = {"source": domain["source"], "rewards": ["rollick.testing.toys:says_letter"]}
-    data = {"domains": {"letters": domain}, "validation": {"letters": rewarded}}
+    held_out = {"source": domain["source"], "rewards": ["rollick.testing.toys:says_letter"]}
+    data = {"domains": {"letters": domain}, "validation": {"letters": held_out}}
     return {"pipeline": "sft", "data": data}
 
 
@@ -98,9 +98,9 @@ def test_a_run_that_finds_no_more_signal_saves_and_can_be_resumed(toy: Toy) -> N
 
     with pytest.raises(StuckError, match="scored the same"):
         run_recipe(load(), objects=objects)
-    _, step = saved_steps(load())
+    _, step = find_saved_step(load())
     assert step == 1
-    # Drops of the step that failed do not count against it when it is made again.
+    # Drops of the failed step do not count when it is repeated.
     with pytest.raises(StuckError, match="all 8 groups of the last step all samples"):
         run_recipe(load(), objects=objects, resume=True)
     result = run_recipe(load("rollout.drop_no_signal=false"), objects=objects, resume=True)
@@ -111,14 +111,14 @@ def test_a_run_that_finds_no_more_signal_saves_and_can_be_resumed(toy: Toy) -> N
 def test_a_validation_that_fails_does_not_cost_the_steps_before_it(
     toy: Toy, monkeypatch: pytest.MonkeyPatch, pipeline: str
 ) -> None:
-    async def fails(*args: Any) -> Any:
+    async def fail(*args: Any) -> Any:
         raise StuckError("an engine does not answer")
 
-    monkeypatch.setattr(loop, "evaluate_prompts", fails)
-    loaded = toy("evaluate.at_end=true", **(imitating() if pipeline == "sft" else {}))
+    monkeypatch.setattr(loop, "evaluate_prompts", fail)
+    loaded = toy("evaluate.at_end=true", **(make_sft_sections() if pipeline == "sft" else {}))
     with pytest.raises(StuckError, match="an engine does not answer"):
         run_recipe(loaded)
-    folder, step = saved_steps(loaded)
+    folder, step = find_saved_step(loaded)
     assert step == 2
     assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == [1, 2]
 
@@ -132,20 +132,20 @@ def test_a_failed_periodic_checkpoint_is_reported_and_the_last_one_is_retried(
     pipeline: str,
     point: str,
 ) -> None:
-    """While the files are written, or in the background while they are hashed."""
-    tried = 0
+    """It fails while the files are written, or in the background while they are hashed."""
+    attempts = 0
 
-    def full_at_first(store: CheckpointStore, name: str) -> None:
-        nonlocal tried
-        tried += name == point
-        if name == point and tried <= 2:
+    def fail_at_first(store: CheckpointStore, name: str) -> None:
+        nonlocal attempts
+        attempts += name == point
+        if name == point and attempts <= 2:
             raise OSError("no space left on device")
 
-    monkeypatch.setattr(CheckpointStore, "_at_point", full_at_first)
-    loaded = toy("checkpoint.every=1", **(imitating() if pipeline == "sft" else {}))
+    monkeypatch.setattr(CheckpointStore, "_at_point", fail_at_first)
+    loaded = toy("checkpoint.every=1", **(make_sft_sections() if pipeline == "sft" else {}))
     assert run_recipe(loaded).step == 2
-    assert tried == 3
-    assert saved_steps(loaded)[1] == 2
+    assert attempts == 3
+    assert find_saved_step(loaded)[1] == 2
     assert re.search(r"step 1 was not saved in .*: no space left on device", caplog.text)
 
 
@@ -170,7 +170,7 @@ def test_training_continues_while_a_checkpoint_is_hashed(
     loaded = toy("checkpoint.every=1")
     run_recipe(loaded)
     assert all(waits), "the second step ended before the first checkpoint was hashed"
-    assert saved_steps(loaded)[1] == 2
+    assert find_saved_step(loaded)[1] == 2
 
 
 @pytest.mark.parametrize("every_s", [0, 0.001, 900])
@@ -193,7 +193,7 @@ def test_a_signal_ends_a_sweep_and_the_run_is_saved(
     controller, trained = os.getpid(), list[str]()
 
     def reward(completion: str, prompt: str) -> float:
-        # Runs in a process of its own. Only one signal: a second one kills the controller.
+        # Runs in another process. Sends only one signal: a second one kills the controller.
         if prompt == "say h":
             with suppress(FileExistsError):
                 (tmp_path / "sent").mkdir()
@@ -216,21 +216,21 @@ def test_a_signal_ends_a_sweep_and_the_run_is_saved(
     assert trained == ["first"]
     assert ended.value.code == 75
     step = ended.value.result.step
-    assert saved_steps(toy(name="first"))[1] == step < 100
+    assert find_saved_step(toy(name="first"))[1] == step < 100
     advice = f"at step {step}; continue it with --resume (in Python: resume=True)"
     assert advice in str(ended.value)
-    assert advice in caplog.text  # Python prints nothing about a SystemExit.
+    assert advice in caplog.text  # Python prints no message for a SystemExit.
 
 
 def test_rewards_called_before_a_signal_are_in_the_metrics_of_the_resumed_step(
     toy: Toy, tmp_path: Path
 ) -> None:
-    """The samples of the step that the signal cut are in the checkpoint: they are not scored again.
-    Their calls and costs must not be lost."""
+    """The checkpoint has the samples of the interrupted step, which are not scored again. Their
+    reward calls and costs must not be lost."""
     controller, per_step = os.getpid(), 16
 
     def reward(completion: str) -> Score:
-        # Runs in a process of its own, the only one. The signal cuts the last call of step 2.
+        # Runs in the only reward process. The signal interrupts the last call of step 2.
         with (tmp_path / "calls").open("a") as calls:
             calls.write("x")
         if (tmp_path / "calls").stat().st_size == 2 * per_step:
@@ -250,15 +250,15 @@ def test_rewards_called_before_a_signal_are_in_the_metrics_of_the_resumed_step(
     cost = [row["reward/total/object:reward/cost"] for row in rows]
     assert calls == [per_step] * 3
     assert cost == [per_step, 2 * per_step, 3 * per_step]
-    made = (tmp_path / "calls").stat().st_size
-    assert made == 3 * per_step + 1, "only the call that the signal cut is made again"
+    total_calls = (tmp_path / "calls").stat().st_size
+    assert total_calls == 3 * per_step + 1, "only the call that the signal cut is made again"
 
 
 def test_an_sft_whose_gradients_are_not_finite_stops(toy: Toy) -> None:
-    # The first update throws the weights out of all bounds.
+    # The first update makes the weights huge.
     options = ["train.optimizer.lr=1e30", "train.max_skipped_steps=2"]
-    loaded = toy(*options, steps=8, **imitating())
+    loaded = toy(*options, steps=8, **make_sft_sections())
     with pytest.raises(RollickError, match="2 steps in a row had a non-finite gradient"):
         run_recipe(loaded)
-    folder, _ = saved_steps(loaded)
+    folder, _ = find_saved_step(loaded)
     assert load_batch(folder / "dumps" / "bad_steps" / "policy-000003" / "batch").rows > 0

@@ -1,4 +1,4 @@
-"""How a plain function becomes a score: arguments by name, answers, failures, sums."""
+"""Calls of reward functions: arguments by name, return values, failures, weighted sums."""
 
 from __future__ import annotations
 
@@ -23,71 +23,73 @@ from rollick.testing.fakes import prompt, sample
 from rollick.types import Sample, Score, ScoreStatus, StopReason
 
 
-def attempt(text: str = "4", *, stop: StopReason = StopReason.STOP, **row: Any) -> Sample:
+def make_sample(text: str = "4", *, stop: StopReason = StopReason.STOP, **row: Any) -> Sample:
     return sample(text, of=prompt("2+2?", domain="sums", **row), stop=stop)
 
 
 def test_arguments_are_taken_by_name_from_the_sample_and_its_row():
-    at, seen = attempt("5", stop=StopReason.LENGTH, answer="4", level=3), []
+    example, received = make_sample("5", stop=StopReason.LENGTH, answer="4", level=3), []
 
     def reward(prompt, completion, domain, truncated, answer, *, level, row, sample):
-        seen.extend([prompt, completion, domain, truncated, answer, level, row, sample])
+        received.extend([prompt, completion, domain, truncated, answer, level, row, sample])
         return 1
 
-    assert call_reward(reward, at).ok
-    assert seen == ["2+2?", "5", "sums", True, "4", 3, {"answer": "4", "level": 3}, at]
+    assert call_reward(reward, example).ok
+    assert received == ["2+2?", "5", "sums", True, "4", 3, {"answer": "4", "level": 3}, example]
 
 
 def test_a_column_never_shadows_a_builtin_argument():
-    at = attempt("5", completion="the column", prompt="the column")
-    assert call_reward(lambda completion, prompt: completion + prompt == "52+2?", at).value == 1
-    assert call_reward(lambda row: row["completion"] == "the column", at).value == 1
-    assert call_reward(lambda **rest: rest["prompt"] == "2+2?", at).value == 1
+    example = make_sample("5", completion="the column", prompt="the column")
+    assert (
+        call_reward(lambda completion, prompt: completion + prompt == "52+2?", example).value == 1
+    )
+    assert call_reward(lambda row: row["completion"] == "the column", example).value == 1
+    assert call_reward(lambda **rest: rest["prompt"] == "2+2?", example).value == 1
 
 
 def test_parameters_with_defaults_are_optional():
     def reward(completion: str, bonus: float = 0.5, scale: float = 1.0) -> float:
         return scale * bonus
 
-    assert call_reward(reward, attempt()).value == 0.5
-    assert call_reward(reward, attempt(bonus=2.0)).value == 2.0
+    assert call_reward(reward, make_sample()).value == 0.5
+    assert call_reward(reward, make_sample(bonus=2.0)).value == 2.0
 
 
 def test_options_are_passed_by_name_and_override_columns():
-    assert call_reward(lambda bonus: bonus, attempt(bonus=2.0), {"bonus": 3.0}).value == 3
+    assert call_reward(lambda bonus: bonus, make_sample(bonus=2.0), {"bonus": 3.0}).value == 3
 
 
 def test_double_star_gets_the_rest_of_the_row_and_of_the_options():
-    seen: dict[str, Any] = {}
+    received: dict[str, Any] = {}
 
     def reward(answer: str, **rest: Any) -> float:
-        seen.update(rest)
+        received.update(rest)
         return 0.0
 
-    call_reward(reward, attempt(answer="4", level=3), {"bonus": 1})
-    assert seen == {"level": 3, "bonus": 1}
+    call_reward(reward, make_sample(answer="4", level=3), {"bonus": 1})
+    assert received == {"level": 3, "bonus": 1}
 
 
 def test_positional_only_parameters_are_filled_too():
     def reward(completion: str, answer: str, /, level: int) -> float:
         return float(completion + answer == "45") + level
 
-    assert call_reward(reward, attempt("4", answer="5", level=2)).value == 3
+    assert call_reward(reward, make_sample("4", answer="5", level=2)).value == 3
 
 
 def test_a_positional_only_parameter_with_a_default_may_be_left_out():
     def reward(completion: str, bonus: float = 2.0, /) -> float:
         return bonus
 
-    assert call_reward(reward, attempt()).value == 2
+    assert call_reward(reward, make_sample()).value == 2
 
 
 def test_a_callable_object_is_a_reward():
-    class Longest:
+    class LengthReward:
         def __call__(self, completion: str) -> int:
             return len(completion)
 
-    assert call_reward(Longest(), attempt("four")).value == 4
+    assert call_reward(LengthReward(), make_sample("four")).value == 4
 
 
 def test_a_missing_argument_raises_and_names_the_available_ones():
@@ -95,7 +97,7 @@ def test_a_missing_argument_raises_and_names_the_available_ones():
         return 1.0
 
     with pytest.raises(RewardError, match="reward needs the argument 'anwser'") as caught:
-        call_reward(reward, attempt(answer="4"), {})
+        call_reward(reward, make_sample(answer="4"), {})
     assert (
         "available: prompt, completion, sample, row, domain, truncated, answer"
         in caught.value.message
@@ -123,7 +125,7 @@ def test_a_callable_signature_has_no_problems():
 
 def test_a_function_without_a_signature_raises():
     with pytest.raises(RewardError, match="signature of min cannot be read"):
-        call_reward(min, attempt())
+        call_reward(min, make_sample())
 
 
 async def fetch_length(completion: str) -> int:
@@ -131,7 +133,7 @@ async def fetch_length(completion: str) -> int:
 
 
 def test_an_async_function_runs_to_completion():
-    assert call_reward(fetch_length, attempt("four")).value == 4
+    assert call_reward(fetch_length, make_sample("four")).value == 4
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,7 @@ def test_any_other_return_value_is_a_failure_that_names_it(answer: Any):
 
 
 def test_a_number_too_large_for_a_float_is_a_failure():
-    assert "OverflowError" in call_reward(lambda: 10**400, attempt()).detail
+    assert "OverflowError" in call_reward(lambda: 10**400, make_sample()).detail
 
 
 def test_a_score_is_kept_with_its_parts_and_detail():
@@ -204,7 +206,7 @@ def divide(completion: str) -> float:
     ],
 )
 def test_an_exception_is_a_failure_with_the_last_line_of_its_traceback(reward: Any, detail: str):
-    score = call_reward(reward, attempt("x"))
+    score = call_reward(reward, make_sample("x"))
     assert score.status is ScoreStatus.FAILED
     assert re.match(detail, score.detail)
 
@@ -213,7 +215,7 @@ def test_a_long_failure_message_is_shortened():
     def reward() -> float:
         raise ValueError("x" * 10_000)
 
-    assert len(call_reward(reward, attempt()).detail) < 600
+    assert len(call_reward(reward, make_sample()).detail) < 600
 
 
 def test_scores_are_summed_with_their_weights_and_kept_as_parts():
@@ -251,11 +253,13 @@ def test_rewards_with_different_numbers_of_turns_are_a_failure():
 
 
 def test_one_failed_reward_makes_the_score_failed_and_never_a_number():
-    late = Score.failed("slow", status=ScoreStatus.TIMEOUT)
+    timed_out = Score.failed("slow", status=ScoreStatus.TIMEOUT)
     score = combine({"a": Score(1.0), "b": Score.failed("broke")}, {"a": 1, "b": 0})
     assert (score.status, score.detail, dict(score.parts)) == (ScoreStatus.FAILED, "b: broke", {})
     assert math.isnan(score.value)
-    assert combine({"a": late, "b": Score(1.0)}, {"a": 1, "b": 1}).status is ScoreStatus.TIMEOUT
+    assert (
+        combine({"a": timed_out, "b": Score(1.0)}, {"a": 1, "b": 1}).status is ScoreStatus.TIMEOUT
+    )
 
 
 def test_a_sum_that_is_not_finite_is_a_failure():
@@ -312,4 +316,4 @@ def test_last_number_compares_values_and_raises_for_an_answer_without_a_number()
     assert last_number("it is 1,000.00", "#### 1000") == 1
     assert last_number("first 4, then 5", "4") == 0
     assert last_number("no idea", "4") == 0
-    assert "has no number" in call_reward(last_number, attempt("4", answer="four")).detail
+    assert "has no number" in call_reward(last_number, make_sample("4", answer="four")).detail

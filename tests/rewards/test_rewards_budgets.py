@@ -56,7 +56,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def attempt(text: str, **row: Any) -> Sample:
+def make_sample(text: str, **row: Any) -> Sample:
     return sample(text, of=prompt(**row))
 
 
@@ -66,7 +66,7 @@ def open_pool(folder: Path, *names: str, timeout_s: float = 60.0, processes: int
 
 
 async def score_all(pool: RewardPool, specs: list[RewardSpec], *texts: str) -> list[Score]:
-    scores = [pool.score(attempt(text, answer="a"), specs) for text in texts]
+    scores = [pool.score(make_sample(text, answer="a"), specs) for text in texts]
     return await asyncio.gather(*scores)
 
 
@@ -111,25 +111,25 @@ async def test_a_batch_reward_and_a_plain_reward_of_one_sample_are_summed(folder
 async def test_every_score_has_its_version_and_isolation(folder: Path):
     async with open_pool(folder, "counted", "plain") as pool:
         specs = [RewardSpec(name="counted", options={"folder": str(folder)})]
-        score = await pool.score(attempt("ab"), specs)
-        other = await pool.score(attempt("ab"), [RewardSpec(name="plain")])
+        score = await pool.score(make_sample("ab"), specs)
+        plain_score = await pool.score(make_sample("ab"), [RewardSpec(name="plain")])
     assert (score.version, score.isolation) == ("counted@7", "process")
-    assert other.version.startswith("plain@")
-    assert len(other.version) == len("plain@") + 8
+    assert plain_score.version.startswith("plain@")
+    assert len(plain_score.version) == len("plain@") + 8
 
 
 async def test_equal_samples_are_scored_once_if_the_reward_allows_it(folder: Path):
     spec = RewardSpec(name="counted", options={"folder": str(folder)})
     calls = folder / "calls"
     async with open_pool(folder, "counted") as pool:
-        first = await pool.score(attempt("ab", answer=1), [spec])
-        again = await pool.score(attempt("ab", answer=1), [spec])
-        assert (first.value, again.value, calls.read_text()) == (2.0, 2.0, "x")
-        assert again.seconds == 0.0
-        await pool.score(attempt("ab", answer=2), [spec])
-        await pool.score(attempt("abc", answer=1), [spec])
+        first = await pool.score(make_sample("ab", answer=1), [spec])
+        cached_score = await pool.score(make_sample("ab", answer=1), [spec])
+        assert (first.value, cached_score.value, calls.read_text()) == (2.0, 2.0, "x")
+        assert cached_score.seconds == 0.0
+        await pool.score(make_sample("ab", answer=2), [spec])
+        await pool.score(make_sample("abc", answer=1), [spec])
         assert calls.read_text() == "xxx"
-        await pool.score(attempt("ab", answer=1), [spec.model_copy(update={"cache": False})])
+        await pool.score(make_sample("ab", answer=1), [spec.model_copy(update={"cache": False})])
         assert calls.read_text() == "xxxx"
         metrics = pool.call_counts.take_metrics()
     assert (metrics["reward/calls/counted"], metrics["reward/cached/counted"]) == (4, 1)
@@ -139,8 +139,8 @@ async def test_equal_samples_are_scored_once_if_the_reward_allows_it(folder: Pat
 async def test_a_recipe_can_enable_the_cache_of_a_reward_that_does_not_declare_it(folder: Path):
     async with open_pool(folder, "plain") as pool:
         spec = [RewardSpec(name="plain", cache=True)]
-        await pool.score(attempt("a"), spec)
-        await pool.score(attempt("a"), spec)
+        await pool.score(make_sample("a"), spec)
+        await pool.score(make_sample("a"), spec)
         assert pool.call_counts.take_metrics()["reward/cached/plain"] == 1
 
 
@@ -148,15 +148,15 @@ async def test_a_reward_over_its_error_budget_stops_the_run(folder: Path):
     spec = [RewardSpec(name="plain", error_budget=0.5)]
     async with open_pool(folder, "plain") as pool:
         for n in range(19):
-            await pool.score(attempt("raise" if n % 2 else "fine"), spec)
-        await pool.score(attempt("raise"), spec)
+            await pool.score(make_sample("raise" if n % 2 else "fine"), spec)
+        await pool.score(make_sample("raise"), spec)
         with pytest.raises(RewardError, match=r"11 of the last 21 calls.*no good"):
-            await pool.score(attempt("raise"), spec)
+            await pool.score(make_sample("raise"), spec)
 
 
 async def test_counts_are_exact_when_some_raise_and_some_hang(folder: Path):
     texts = ["raise" if n % 10 < 3 else "fine" for n in range(40)]
-    texts[5] = texts[25] = "hang"  # 5 in a hundred
+    texts[5] = texts[25] = "hang"  # 5% of the calls
     async with open_pool(folder, "plain", timeout_s=0.5, processes=2) as pool:
         scores = await score_all(pool, [RewardSpec(name="plain")], *texts)
         metrics = pool.call_counts.take_metrics()
@@ -167,22 +167,27 @@ async def test_counts_are_exact_when_some_raise_and_some_hang(folder: Path):
 
 
 def test_a_batch_reward_gets_lists_except_for_its_options():
-    seen: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
 
     def reward(completion: Any, answer: Any, note: Any = "none", scale: float = 1.0) -> list[float]:
-        seen.update(completion=completion, answer=answer, note=note, scale=scale)
+        arguments.update(completion=completion, answer=answer, note=note, scale=scale)
         return [scale, 0]
 
-    both = [attempt("a", answer=1, note="x"), attempt("b", answer=2)]
-    scores = call_batch(reward, both, {"scale": 3.0})
+    samples = [make_sample("a", answer=1, note="x"), make_sample("b", answer=2)]
+    scores = call_batch(reward, samples, {"scale": 3.0})
     assert [score.value for score in scores] == [3.0, 0.0]
-    assert seen == {"completion": ["a", "b"], "answer": [1, 2], "note": ["x", "none"], "scale": 3.0}
+    assert arguments == {
+        "completion": ["a", "b"],
+        "answer": [1, 2],
+        "note": ["x", "none"],
+        "scale": 3.0,
+    }
 
 
 @pytest.mark.parametrize("answer", [1.0, [1.0], "ab", {"a": 1, "b": 2}, None])
 def test_a_batch_reward_that_does_not_return_a_list_of_its_size_fails(answer: Any):
-    scores = call_batch(lambda completion: answer, [attempt("a"), attempt("b")])
-    ok = answer == [1.0]  # each alone: a list of one
+    scores = call_batch(lambda completion: answer, [make_sample("a"), make_sample("b")])
+    ok = answer == [1.0]  # each sample is retried alone, and its result is a list of one
     assert [score.ok for score in scores] == [ok, ok]
 
 
@@ -207,13 +212,13 @@ def test_a_reward_that_takes_the_sample_is_never_cached():
 
 def test_a_cache_key_covers_all_that_a_reward_can_see():
     spec = RewardSpec(name="plain")
-    base = attempt("a", answer=1)
+    base = make_sample("a", answer=1)
     same = content_key(sample("a", uid=(9, 9), of=prompt(answer=1), version=4), spec, version="1")
     assert content_key(base, spec, version="1") == same
     others = [
-        content_key(attempt("b", answer=1), spec, version="1"),
-        content_key(attempt("a", answer=2), spec, version="1"),
-        content_key(attempt("a", answer="1"), spec, version="1"),
+        content_key(make_sample("b", answer=1), spec, version="1"),
+        content_key(make_sample("a", answer=2), spec, version="1"),
+        content_key(make_sample("a", answer="1"), spec, version="1"),
         content_key(base, spec, version="2"),
         content_key(base, spec.model_copy(update={"options": {"k": 1}}), version="1"),
         content_key(base, spec.model_copy(update={"name": "other"}), version="1"),
@@ -221,7 +226,7 @@ def test_a_cache_key_covers_all_that_a_reward_can_see():
         content_key(sample("a", of=prompt(answer=1), stop=StopReason.LENGTH), spec, version="1"),
     ]
     assert len({same, *others}) == 9
-    assert content_key(attempt("a", answer=object()), spec, version="1") is None
+    assert content_key(make_sample("a", answer=object()), spec, version="1") is None
 
 
 def test_the_cache_is_bounded_and_evicts_the_least_recently_used():

@@ -1,4 +1,4 @@
-"""The reward `code`: from a completion to a score, in real boxes."""
+"""The reward `code`: programs from completions run in real boxes and get a score."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from rollick.config.rules.run import PROGRAM_SECONDS, SEQUENTIAL_PROGRAMS
 from rollick.config.schema import RewardSpec
 from rollick.envs.tools.env import ToolEnv
-from rollick.rewards import code as module
+from rollick.rewards import code as code_module
 from rollick.rewards.base import declaration_of
 from rollick.rewards.code import CodeSettings, complete_program, extract_code, score_code
 from rollick.rewards.pool import RewardPool
@@ -106,16 +106,16 @@ async def test_programs_that_hang_score_zero_in_the_time_that_a_recipe_must_give
     defaults = {"timeout_s": CodeSettings().timeout_s, "program_s": ToolEnv.program_s}
     assert defaults == PROGRAM_SECONDS
     tests = {"test_list": MBPP_ROW["test_list"]}
-    batch = declaration_of(module.code).batch
+    batch = declaration_of(code_module.code).batch
     assert batch == SEQUENTIAL_PROGRAMS * LocalSandbox().concurrency
     spec = RewardSpec(name="code", options={"timeout_s": 0.4})
     async with RewardPool.open(
         {"code": "code"}, processes=1, timeout_s=SEQUENTIAL_PROGRAMS * 0.4 + 3
     ) as pool:
         code = "```python\ndef add(a, b):\n  while True: pass\n# {}\n```"
-        hanging = [code.format(number) for number in range(batch)]
+        completions = [code.format(number) for number in range(batch)]
         scores = await asyncio.gather(
-            *(pool.score(sample(text, of=prompt(**tests)), [spec]) for text in hanging)
+            *(pool.score(sample(text, of=prompt(**tests)), [spec]) for text in completions)
         )
         assert [(score.ok, score.value) for score in scores] == [(True, 0.0)] * batch
         assert pool.stats.restarts == 0
@@ -169,8 +169,8 @@ async def test_rows_without_valid_tests_give_a_failed_score(
 async def test_a_machine_without_isolation_gives_a_failed_score(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    refusing = LocalSandbox(host=SandboxHost(Isolation.NONE, "no namespaces"))
-    monkeypatch.setattr(module, "open_sandbox", lambda url, allow_unsafe: refusing)
+    sandbox = LocalSandbox(host=SandboxHost(Isolation.NONE, "no namespaces"))
+    monkeypatch.setattr(code_module, "open_sandbox", lambda url, allow_unsafe: sandbox)
     score = await score_code("```python\ndef add(a, b):\n    return a + b\n```", MBPP_ROW)
     assert not score.ok
     assert "no namespaces" in score.detail

@@ -1,4 +1,4 @@
-"""Every reward that reads text takes time in proportion to it, whatever the policy repeats."""
+"""Every reward that reads text takes linear time, whatever the policy repeats."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from rollick.rewards.reasoning_gym_scores import extract_gym_answer
 
 LENGTH = 20_000
 CPU_S = 0.2
-"""Bound for a call; benchmarks/math_scorers.py --speed has the figures. A quadratic scan takes 1 to
-60 seconds."""
+"""Limit of the CPU time of a call; benchmarks/math_scorers.py --speed measures it. A quadratic scan
+takes 1 to 60 seconds."""
 ATTEMPTS = 3
-"""Calls of which the fastest counts: a busy machine makes some slower."""
+"""Calls per measurement. The fastest counts, because a busy machine slows some down."""
 TEXTS = hostile_texts(LENGTH)
 MIXED = mixed_texts(LENGTH)
 NAMES = ["Zoey", "Ian", "Ann", "Bob"]
@@ -102,7 +102,7 @@ BACKTRACKING = [
     "So 27. " + "would you like " * 1300,
     "So 27. " + "9 m × 3 m = " * 1600,
 ]
-"""A pattern with two repetitions in a row takes 0.3 to 3 seconds on such a text."""
+"""A pattern with two adjacent repetitions takes 0.3 to 3 seconds on such a text."""
 
 
 @pytest.mark.parametrize("name", REWARDS)
@@ -127,12 +127,12 @@ def test_patterns_do_not_backtrack(text: str):
 
 
 def measure_cpu(call: Callable[[str], Any], text: str) -> float:
-    """CPU seconds of the fastest call; one is enough if it is fast."""
+    """CPU seconds of the fastest call. A call within the limit is the last one."""
     fastest = float("inf")
     for _ in range(ATTEMPTS):
-        begun = time.process_time()
+        started_at = time.process_time()
         call(text)
-        fastest = min(fastest, time.process_time() - begun)
+        fastest = min(fastest, time.process_time() - started_at)
         if fastest <= CPU_S:
             break
     return fastest
@@ -146,11 +146,11 @@ def test_the_texts_have_the_length_and_end_no_mark_that_they_begin():
 
 def test_the_last_complete_box_is_found_among_thousands_of_open_ones():
     text = "\\boxed{" * 9000 + "\\boxed{4} " + "\\boxed{" * 9000
-    begun = time.process_time()
+    started_at = time.process_time()
     answer = extract_answer(text)
     assert answer is not None
     assert answer.text == "4"
-    assert time.process_time() - begun < CPU_S
+    assert time.process_time() - started_at < CPU_S
 
 
 def test_boxes_tags_and_formulas_are_found_in_one_pass():

@@ -1,4 +1,4 @@
-"""Instruction following: for each type of IFEval, responses that follow it and that do not."""
+"""Instruction following: for each IFEval type, responses that follow it and that do not."""
 
 from __future__ import annotations
 
@@ -244,8 +244,8 @@ def test_loose_ignores_a_greeting_a_farewell_and_asterisks(
 
 
 def test_loose_accepts_all_that_strict_accepts():
-    accepted = [(name, given, text) for name, given, text, expected in CASES if expected]
-    assert all(follows(text, name, given, loose=True) for name, given, text in accepted)
+    accepted = [(name, kwargs, text) for name, kwargs, text, expected in CASES if expected]
+    assert all(follows(text, name, kwargs, loose=True) for name, kwargs, text in accepted)
 
 
 def test_the_score_is_all_or_nothing_or_a_share():
@@ -274,7 +274,7 @@ def test_characters_that_show_nothing_follow_no_instruction(letter: str):
             "capital_relation": "less than",
         },
     }
-    assert [name for name, given in arguments.items() if follows(letter, name, given)] == []
+    assert [name for name, kwargs in arguments.items() if follows(letter, name, kwargs)] == []
     assert not follows(f"<<{letter}>>", "detectable_format:title", {})
     assert not follows(
         f"*{letter}*", "detectable_format:number_highlighted_sections", {"num_highlights": 1}

@@ -1,5 +1,5 @@
-"""The judge behind a network that fails: a short outage costs no score, and a long one is a failed
-score that says so, at the deadline of the batch."""
+"""The judge behind a network that fails: a short outage costs no score; a long one gives a failed
+score with the reason, at the deadline of the batch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from rollick.types import Score, ScoreStatus
 
 
 @asynccontextmanager
-async def judge_behind_proxy(status: int = 200, *, delay_s: float = 0.0) -> AsyncGenerator[Proxy]:
-    """A judge that gives 8 of 10 to everything, or answers with another status."""
+async def open_judge_proxy(status: int = 200, *, delay_s: float = 0.0) -> AsyncGenerator[Proxy]:
+    """A proxy to a judge that scores every response 8 of 10. `status` is the HTTP status of its
+    replies."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -36,13 +37,13 @@ async def judge_behind_proxy(status: int = 200, *, delay_s: float = 0.0) -> Asyn
         await writer.drain()
         writer.close()
 
-    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with listening:
-        with Proxy(listening.sockets[0].getsockname()[1], delay_s=delay_s) as proxy:
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        with Proxy(server.sockets[0].getsockname()[1], delay_s=delay_s) as proxy:
             yield proxy
 
 
-async def ask(proxy: Proxy, *, timeout_s: float, **options: Any) -> Score:
+async def request_score(proxy: Proxy, *, timeout_s: float, **options: Any) -> Score:
     options = {"retries": 0, "url": f"http://127.0.0.1:{proxy.port}/v1", "model": "m", **options}
     [score] = await judge(["2+2?"], ["4"], [{}], timeout_s=timeout_s, **options)
     return score
@@ -50,13 +51,13 @@ async def ask(proxy: Proxy, *, timeout_s: float, **options: Any) -> Score:
 
 @pytest.mark.parametrize("fault", ["refuse", "hold"])
 async def test_an_outage_that_is_shorter_than_the_time_limit_costs_no_score(fault: str) -> None:
-    async with judge_behind_proxy() as proxy:
+    async with open_judge_proxy() as proxy:
         getattr(proxy, fault)()
-        asked = asyncio.create_task(ask(proxy, timeout_s=30, request_s=0.5))
+        task = asyncio.create_task(request_score(proxy, timeout_s=30, request_s=0.5))
         await asyncio.sleep(1.5)
-        assert not asked.done()
+        assert not task.done()
         await asyncio.to_thread(proxy.restore)
-        score = await asked
+        score = await task
     assert (score.value, score.status) == (0.8, ScoreStatus.OK)
     assert score.metrics["retries"] > 0
 
@@ -68,28 +69,28 @@ async def test_an_outage_that_is_shorter_than_the_time_limit_costs_no_score(faul
 async def test_a_judge_that_does_not_answer_is_unavailable_at_the_time_limit(
     fault: str, reason: str
 ) -> None:
-    async with judge_behind_proxy() as proxy:
+    async with open_judge_proxy() as proxy:
         getattr(proxy, fault)()
-        begun = time.monotonic()
-        score = await ask(proxy, timeout_s=1.5, request_s=0.5)
-        assert 1.4 < time.monotonic() - begun < 10
+        started_at = time.monotonic()
+        score = await request_score(proxy, timeout_s=1.5, request_s=0.5)
+        assert 1.4 < time.monotonic() - started_at < 10
     assert (score.ok, score.status) == (False, ScoreStatus.UNAVAILABLE)
     limit = f"no verdict of http://127.0.0.1:{proxy.port}/v1 within 1.5 s"
     assert score.detail.startswith(f"1 of 1 votes failed: {limit}; {reason}")
 
 
 async def test_a_late_network_only_delays_the_verdict() -> None:
-    async with judge_behind_proxy(delay_s=0.2) as proxy:
-        score = await ask(proxy, timeout_s=30, request_s=20)
+    async with open_judge_proxy(delay_s=0.2) as proxy:
+        score = await request_score(proxy, timeout_s=30, request_s=20)
     assert (score.value, score.metrics["requests"]) == (0.8, 1)
 
 
 async def test_a_proxy_without_its_judge_is_unavailable_and_a_rejected_request_is_not() -> None:
-    async with judge_behind_proxy(503) as proxy:
-        assert (await ask(proxy, timeout_s=1)).status is ScoreStatus.UNAVAILABLE
+    async with open_judge_proxy(503) as proxy:
+        assert (await request_score(proxy, timeout_s=1)).status is ScoreStatus.UNAVAILABLE
         assert proxy.connections > 1
-    async with judge_behind_proxy(500) as proxy:
-        assert (await ask(proxy, timeout_s=20)).status is ScoreStatus.FAILED
+    async with open_judge_proxy(500) as proxy:
+        assert (await request_score(proxy, timeout_s=20)).status is ScoreStatus.FAILED
         assert proxy.connections == 1
 
 

@@ -1,4 +1,4 @@
-"""The reward `knights_knaves`: the forms that models answer in, and the ways to be wrong."""
+"""The reward `knights_knaves`: the answer formats of models, and wrong answers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SOLUTIONS = [
 Pairs = list[tuple[str, str]]
 
 
-def numbered(pairs: Pairs) -> str:
+def number_lines(pairs: Pairs) -> str:
     return "\n".join(f"({n}) {name} is a {role}" for n, (name, role) in enumerate(pairs, start=1))
 
 
 FORMS: dict[str, Callable[[Pairs], str]] = {
-    "numbered": numbered,
+    "numbered": number_lines,
     "numbered_with_dots": lambda pairs: "\n".join(
         f"{n}. {name} is a {role}." for n, (name, role) in enumerate(pairs, start=1)
     ),
@@ -39,14 +39,14 @@ FORMS: dict[str, Callable[[Pairs], str]] = {
     "boxed": lambda pairs: (
         "\\boxed{" + ", ".join(f"\\text{{{name} is a {role}}}" for name, role in pairs) + "}"
     ),
-    "reordered": lambda pairs: numbered(pairs[::-1]),
+    "reordered": lambda pairs: number_lines(pairs[::-1]),
     "negated": lambda pairs: "\n".join(
         f"{name} is not a {'knave' if role == 'knight' else 'knight'}" for name, role in pairs
     ),
 }
 
 
-def pairs_of(solution: list[bool]) -> Pairs:
+def make_pairs(solution: list[bool]) -> Pairs:
     return [
         (name, "knight" if role else "knave") for name, role in zip(NAMES, solution, strict=True)
     ]
@@ -57,7 +57,7 @@ def pairs_of(solution: list[bool]) -> Pairs:
 def test_every_form_of_the_right_answer_scores_one_and_of_a_wrong_answer_zero(
     form: str, solution: list[bool]
 ):
-    text = FORMS[form](pairs_of(solution))
+    text = FORMS[form](make_pairs(solution))
     thinking = "<think>Say that Michael is a knave and Ava is a knight.</think>"
     for completion in (f"{thinking}<answer>{text}</answer>", f"Assume not.\nThus:\n{text}"):
         assert knights_knaves(completion, NAMES, solution) == 1.0
@@ -129,6 +129,6 @@ def test_a_row_whose_columns_do_not_fit_is_an_error():
     ["Zoey, ", "Zoey and ", "Zoey is a ", "all ", "knight: ", "knights ", "- ", "\n", " ", "("],
 )
 def test_repetitive_text_is_scored_in_linear_time(part: str):
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     knights_knaves(part * (20_000 // len(part)), ["Zoey", "Ian"], [True, False])
-    assert time.perf_counter() - begun < 2
+    assert time.perf_counter() - started_at < 2

@@ -1,4 +1,4 @@
-"""Math answers: a table of pairs, where answers are found, and what cannot hang."""
+"""Math answers: tables of equal and different answers, extraction, and expensive input."""
 
 from __future__ import annotations
 
@@ -317,7 +317,7 @@ def test_an_answer_that_takes_too_long_to_extract_is_wrong():
 
 def test_thinking_is_not_an_answer():
     assert after_thinking("<think>a</think>b") == "b"
-    assert after_thinking("a</think>b") == "b"  # the template had opened it
+    assert after_thinking("a</think>b") == "b"  # the chat template opened the tag
     assert after_thinking("<think>the answer is 4") is None
     assert math_answer("<think>the answer is 4", "4").value == 0
     assert math_answer("<think>\\boxed{4}</think> \\boxed{5}", "4").value == 0
@@ -344,8 +344,8 @@ def test_format_and_repetition_are_parts_if_they_have_a_weight():
     assert (marked.value, marked.parts) == (1.5, {"correct": 1.0, "format": 1.0})
     wrong = math_answer("it is 5", "4", format_weight=0.5)
     assert (wrong.value, wrong.parts) == (0.0, {"correct": 0.0, "format": 0.0})
-    chant = "a b c d " * 10 + "\\boxed{4}"
-    score = math_answer(chant, "4", repetition_weight=1.0)
+    repetitive = "a b c d " * 10 + "\\boxed{4}"
+    score = math_answer(repetitive, "4", repetition_weight=1.0)
     assert score.parts["repetition"] == pytest.approx(-(1 - 5 / 38))
     assert score.value == pytest.approx(1 + score.parts["repetition"])
     assert math_answer("\\boxed{4}", "4").parts == {}
@@ -356,22 +356,22 @@ def test_a_row_without_an_answer_is_an_error():
         math_answer("4", "  ")
 
 
-def random_answer(draw: random.Random) -> str:
-    """Scraps of LaTeX, digits and noise, in any order."""
-    scraps = [
+def make_random_answer(rng: random.Random) -> str:
+    """Make a text of LaTeX fragments, digits and noise in random order."""
+    fragments = [
         *"0123456789+-*/^_(){}[]$\\.,;:!?<>=|&%#@~` \n\t'\"xyzeipABC√π∞±×½éß中🙂\x00\u202e\ud7ff",
         *("\\frac", "\\sqrt", "\\boxed{", "\\text{", "\\left(", "\\right)", "\\pi", "\\cdot"),
         *("\\begin{pmatrix}", "\\end{pmatrix}", "\\\\", "\\infty", "\\cup", "\\in", "\\pm"),
         *("the answer is ", "####", "<think>", "</think>", "<answer>", "</answer>", "^{", "_{"),
         *("sqrt(", "log", "sin", "1/0", "1e9", "10^{", "\\int", "\\sum_{i=1}^{", "\\lim", "!"),
     ]
-    return "".join(draw.choice(scraps) for _ in range(draw.randint(1, 14)))
+    return "".join(rng.choice(fragments) for _ in range(rng.randint(1, 14)))
 
 
 def check_random_answers(seed: int, count: int) -> None:
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     answers = ["4", "\\frac{1}{2}", "x+1", "(1,2)", "Evelyn", "[0,1)"]
-    values = [math_answer(random_answer(draw), draw.choice(answers)).value for _ in range(count)]
+    values = [math_answer(make_random_answer(rng), rng.choice(answers)).value for _ in range(count)]
     assert set(values) <= {0.0, 1.0}
 
 
@@ -395,18 +395,18 @@ def test_every_answer_of_math500_equals_itself_and_not_the_next_one(every: int):
     assert [pair for pair in pairwise(distinct) if is_same_answer(*pair)] == []
 
 
-async def score_of(expression: str, *, timeout_s: float) -> Score:
-    """In a pool; the same pool then scores a plain answer, whatever became of this one."""
+async def score_in_pool(expression: str, *, timeout_s: float) -> Score:
+    """Score the expression in a pool, and check that the pool can still score a plain answer."""
     spec = [RewardSpec(name="math")]
     async with RewardPool.open({"math": "math"}, processes=1, timeout_s=timeout_s) as pool:
         answer = sample(f"\\boxed{{{expression}}}", of=prompt(answer="\\sqrt{2}+x"))
         score = await pool.score(answer, spec)
-        after = await pool.score(sample("\\boxed{4}", of=prompt(answer=4)), spec)
-        assert after.value == 1.0
+        plain_score = await pool.score(sample("\\boxed{4}", of=prompt(answer=4)), spec)
+        assert plain_score.value == 1.0
     return score
 
 
-WILD = {
+EXPENSIVE_EXPRESSIONS = {
     "a_tower_in_plain_signs": "9**9**9**9",
     "a_factorial_of_a_factorial": "((99!)!)!",
     "roots_in_roots": "\\sqrt{" * 60 + "x" + "+1}" * 60,
@@ -415,14 +415,17 @@ WILD = {
 }
 
 
-SOME_WILD = ("a_tower_in_plain_signs", "a_thousand_brackets")
-"""Those that every run of the tests tries."""
+ALWAYS_TESTED = ("a_tower_in_plain_signs", "a_thousand_brackets")
+"""The expressions that the fast tests score; the others are slow tests."""
 
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in SOME_WILD else pytest.param(name, marks=pytest.mark.slow) for name in WILD],
+    [
+        name if name in ALWAYS_TESTED else pytest.param(name, marks=pytest.mark.slow)
+        for name in EXPENSIVE_EXPRESSIONS
+    ],
 )
 async def test_an_expensive_expression_is_wrong_and_does_not_affect_others(name: str):
-    score = await score_of(WILD[name], timeout_s=10.0)
+    score = await score_in_pool(EXPENSIVE_EXPRESSIONS[name], timeout_s=10.0)
     assert (score.status, score.value) == (ScoreStatus.OK, 0.0)

@@ -1,4 +1,4 @@
-"""Math answers in sentences: what a completion states, denies, bounds or only considers."""
+"""Math answers in sentences: values that a completion states, denies, bounds or only considers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ pytest.importorskip("math_verify", reason="the extra rewards is not installed")
 from rollick.rewards.math import math_answer
 
 STATED = [
-    # prices are no formulas
+    # prices are not formulas
     ("He had $30 and now has $27 left.", "27"),
     ("Her profit is $200,000 - $130,000 = $70,000.", "70000"),
     ("The answer is \\$27.", "27"),
-    # a claim with a tail
+    # words after the value
     ("The answer is 27 because the sum is odd.", "27"),
     ("The answer is $48 for 4 hours.", "48"),
     ("The answer is about 27.", "27"),
@@ -90,7 +90,7 @@ STATED = [
     ("$$\\text{Total} = \\$30 - \\$3 = \\$27$$", "27"),
     ("Hence, $|A \\cup B| = \\mathbf{27}$.", "27"),
     ("It follows that $\\angle ABC = 27^\\circ$.", "27"),
-    # a conclusion and the result of a calculation outweigh what is around them
+    # conclusions and results of calculations outweigh the numbers around them
     ("If he had 30 cards and lost 3 then he has 30 - 3 = 27 cards in 2 boxes.", "27"),
     ("Rita had 30-3=27 dollars at first.", "27"),
     ("She pays 30 cents, or 30 - 3 = 27 cents with the coupon.", "27"),
@@ -115,7 +115,7 @@ STATED = [
     ("The answer is 27, and that is final.", "27"),
     ("$\\boxed{27_{10}}$", "27"),
     ("The answer is 27¢.", "27"),
-    # what follows the answer
+    # text after the answer
     ("There are 27 students. Let me know if anything is unclear.", "27"),
     ("The answer should be 27, unless I misread the question.", "27"),
     ("**Final answer:**\n\n> 27", "27"),
@@ -181,7 +181,7 @@ NOT_STATED = [
     ("It costs 30 dollars, or $27.", "27"),
     ("It is 3 * 27", "27"),
     ("The answer is 27 squared.", "27"),
-    # a number that is given or belongs to something else
+    # a number that is given or belongs to another quantity
     ("So after 3 weeks, Olivia has saved $21 toward the $27 bike.", "27"),
     ("Olivia has 89 flowers, which is 27 more than Sofia.", "27"),
     ("He still needs 6 dollars to get to 27.", "27"),
@@ -190,7 +190,7 @@ NOT_STATED = [
     ("1261 cars went through in total, 27 of them in the evening.", "27"),
     ("Sofia is very kind to give her 27 tickets to her friends.", "27"),
     ("The ride takes one hour, so it arrives at **3:27 PM**.", "27"),
-    # no answer, or another one
+    # no answer, or another answer
     ("The bakery made 27 rolls. There is not enough information to answer.", "27"),
     ("Could you clarify the question? You mention 27 marbles.", "27"),
     ("The bakery made 27 rolls and 26 more. Now, how many rolls did it make in total?", "27"),
@@ -361,7 +361,7 @@ def test_an_offer_ends_the_answer(completion: str):
         "She has 30 left. Here's how I got it: 32 - 5 = 27, she has 27.",
         "There were 30.\n\nExplanation: he sold 3.\n\n30 - 3 = 27\n\nCheck: 27 + 3 = 30.",
         "He had 30. Here's how we do it: 30 - 3 = 27. Would you like more? I also know 30 + 3.",
-        # the explanation of an answer, also one that stops early
+        # the explanation of an answer, also if it stops early
         "She has 27 left. Here's how I got it: 10 + 20 = 30. She lost 3 of them.",
         "She has 27 left.\n\nExplanation: 10 + 20 = 30, and 30 - 3 = 27. Check: 27 + 3 = 30.",
         "She has 27 left. Here's why: the total was 57, then she gave away 30.",
@@ -440,7 +440,7 @@ def test_an_answer_in_spite_of_a_difficulty_is_read(completion: str):
         "Answer: A box holds 30 pens. 30 - 21 = 9 are left. 9 x 3 = 27 are left in 3 boxes.",
         "Answer: Ann has 30 cards. Her 2 friends have 1 + 2 = 3 more, so 27 are hers.",
         "Answer: Tom buys 9 pens for 30 days. They cost 2 + 1 = 3 dollars. 9 x 3 = 27",
-        # here it is the mark of the first value
+        # here the label marks the first value
         "Answer: John has 27 apples left. He eats 2 x 3 = 6 of them each week.",
         "Answer: John has 27 apples. There were 10 + 20 = 30 in the basket.",
         "Answer: She has 27 pears. Check: 27 + 3 = 30.",
@@ -529,7 +529,7 @@ def test_a_solution_beside_rejected_ones_is_read(completion: str):
         "The solution is $x = 27$. If you replace the 30 by 57, you get a different solution.",
         "There are 27 pears left. If he had bought 3 more instead, there would be 30 of them.",
         "She pays 27 dollars. If she paid in cash, it would be 30 dollars, but she has a card.",
-        # without an answer to another problem, it is the conclusion
+        # without an answer before it, the supposition is the conclusion
         "Tom has 30 pears. If he eats 3, there would be 27 left.",
         "There are 30 rows. If we also subtract the 3 empty ones, we get 27.",
     ],

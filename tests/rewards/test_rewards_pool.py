@@ -1,4 +1,4 @@
-"""The pool with real child processes: values, failures, kills, and nothing left behind."""
+"""The reward pool with real child processes: scores, failures, kills and cleanup."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from rollick.rewards.pool import RewardPool, RewardPoolStats
 from rollick.testing.fakes import prompt, sample
 from rollick.types import Sample, Score, ScoreStatus
 
-PATIENT_S = 60.0
-"""Where no time-out is meant to happen, however busy the machine."""
+LONG_TIMEOUT_S = 60.0
+"""A timeout that no call should reach, even on a busy machine."""
 
 REWARDS = '''
 import ctypes, os, signal, subprocess, sys, time
@@ -84,7 +84,7 @@ def surroundings(cwd, path):
 '''
 
 
-def attempt(text: str, **row: Any) -> Sample:
+def make_sample(text: str, **row: Any) -> Sample:
     return sample(text, of=prompt(**row))
 
 
@@ -94,18 +94,18 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def act_in(folder: Path) -> list[RewardSpec]:
+def make_specs(folder: Path) -> list[RewardSpec]:
     return [RewardSpec(name="act", options={"folder": str(folder)})]
 
 
-def open_pool(folder: Path, timeout_s: float = PATIENT_S, **changes: Any) -> Any:
+def open_pool(folder: Path, timeout_s: float = LONG_TIMEOUT_S, **changes: Any) -> Any:
     """A pool whose only reward is `act`."""
     settings: dict[str, Any] = {"processes": 1, "timeout_s": timeout_s, "base": folder} | changes
     return RewardPool.open({"act": "mine.py:act"}, **settings)
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs; a zombie that nobody has collected yet does not."""
+    """Whether the process runs. A zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -119,30 +119,30 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
     return condition()
 
 
-async def appears(file: Path) -> None:
-    """Wait for a sign of life from another process; pytest's own time limit ends a wait in vain."""
+async def wait_for_content(file: Path) -> None:
+    """Wait until another process has written the file. pytest's timeout bounds the wait."""
     while not file.exists() or not file.read_text():  # noqa: ASYNC110, ASYNC240 - sets no Event
         await asyncio.sleep(0.001)
 
 
-def children() -> set[int]:
-    """Live children of this process, by /proc."""
-    actual: set[int] = set()
+def find_children() -> set[int]:
+    """Process ids of the live children of this process, from /proc."""
+    child_pids: set[int] = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
         except (FileNotFoundError, ProcessLookupError):
             continue
         if int(parent) == os.getpid() and state not in "ZX":
-            actual.add(int(stat.parent.name))
-    return actual
+            child_pids.add(int(stat.parent.name))
+    return child_pids
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_behind(request: pytest.FixtureRequest) -> Any:
-    before = children()
+def no_leftover_processes(request: pytest.FixtureRequest) -> Any:
+    before = find_children()
     yield
-    assert wait_until(lambda: children() <= before, seconds=5), "a process outlived its pool"
+    assert wait_until(lambda: find_children() <= before, seconds=5), "a process outlived its pool"
 
 
 async def test_rewards_by_name_by_file_and_by_value_are_weighted_into_one_score(folder: Path):
@@ -155,9 +155,9 @@ async def test_rewards_by_name_by_file_and_by_value_are_weighted_into_one_score(
         "loaded": "mine.py:loaded",
         "surroundings": "mine.py:surroundings",
     }
-    async with RewardPool.open(rewards, processes=1, timeout_s=PATIENT_S, base=folder) as pool:
+    async with RewardPool.open(rewards, processes=1, timeout_s=LONG_TIMEOUT_S, base=folder) as pool:
         score = await pool.score(
-            attempt("4", answer="4"),
+            make_sample("4", answer="4"),
             [
                 RewardSpec(name="exact_match"),
                 RewardSpec(name="length", weight=0.5, options={"scale": 10}),
@@ -166,31 +166,35 @@ async def test_rewards_by_name_by_file_and_by_value_are_weighted_into_one_score(
                 RewardSpec(name="closure", weight=4),
             ],
         )
-        light = await pool.score(attempt("4"), [RewardSpec(name="loaded")])
+        imports_score = await pool.score(make_sample("4"), [RewardSpec(name="loaded")])
         row = {"cwd": os.getcwd(), "path": str(Path(__file__).parent)}
-        same = await pool.score(attempt("4", **row), [RewardSpec(name="surroundings")])
+        surroundings_score = await pool.score(
+            make_sample("4", **row), [RewardSpec(name="surroundings")]
+        )
     parts = {"exact_match": 1, "length": 10, "length#2": 1, "later": 1, "closure": 0.25}
     assert dict(score.parts) == parts
     assert score.value == 1 + 5 + 1 + 1 + 1
-    assert light.value == 1, "the child imports none of the large libraries"
-    assert same.value == 1, "the child has the folder and the import path of its parent"
+    assert imports_score.value == 1, "the child imports none of the large libraries"
+    assert surroundings_score.value == 1, (
+        "the child has the folder and the import path of its parent"
+    )
 
 
 async def test_turn_rewards_are_returned_from_the_child_weighted(folder: Path):
     rewards = {"moves": "mine.py:moves", "length": "mine.py:length"}
-    async with RewardPool.open(rewards, processes=1, timeout_s=PATIENT_S, base=folder) as pool:
+    async with RewardPool.open(rewards, processes=1, timeout_s=LONG_TIMEOUT_S, base=folder) as pool:
         score = await pool.score(
-            attempt("abcd"), [RewardSpec(name="moves", weight=2), RewardSpec(name="length")]
+            make_sample("abcd"), [RewardSpec(name="moves", weight=2), RewardSpec(name="length")]
         )
     assert (score.value, score.turn_rewards) == (3 + 4, (1.0, 0.5))
 
 
 async def test_many_callers_each_get_their_own_score_through_two_children(folder: Path):
     rewards = {"length": "mine.py:length"}
-    async with RewardPool.open(rewards, processes=2, timeout_s=PATIENT_S, base=folder) as pool:
+    async with RewardPool.open(rewards, processes=2, timeout_s=LONG_TIMEOUT_S, base=folder) as pool:
         specs = [RewardSpec(name="length")]
         texts = ["x" * n for n in range(300)]
-        scores = await asyncio.gather(*(pool.score(attempt(text), specs) for text in texts))
+        scores = await asyncio.gather(*(pool.score(make_sample(text), specs) for text in texts))
         assert [score.value for score in scores] == list(range(300))
         assert pool.stats.calls == 300
         assert pool.stats.failures == pool.stats.restarts == 0
@@ -208,7 +212,9 @@ async def test_many_callers_each_get_their_own_score_through_two_children(folder
 async def test_a_failure_is_a_status_and_the_pool_continues(folder: Path, text: str, detail: str):
     async with open_pool(folder) as pool:
         texts = ["fine", "fine", text, "fine", "fine"]
-        scores = await asyncio.gather(*(pool.score(attempt(t), act_in(folder)) for t in texts))
+        scores = await asyncio.gather(
+            *(pool.score(make_sample(t), make_specs(folder)) for t in texts)
+        )
         died = text in ("exit", "segfault")
         assert [score.ok for score in scores] == [True, True, False, True, True]
         assert scores[2].status is ScoreStatus.FAILED
@@ -216,22 +222,24 @@ async def test_a_failure_is_a_status_and_the_pool_continues(folder: Path, text: 
         assert (pool.stats.calls, pool.stats.failures, pool.stats.restarts) == (5, 1, int(died))
 
 
-def memory_kill_preference(completion: str) -> float:
+def read_oom_score(completion: str) -> float:
     return float(Path("/proc/self/oom_score_adj").read_text(encoding="ascii"))
 
 
 async def test_the_kernel_kills_a_reward_process_first_if_memory_runs_out():
-    rewards = {"preference": memory_kill_preference}
-    async with RewardPool.open(rewards, processes=1, timeout_s=PATIENT_S) as pool:
-        score = await pool.score(attempt("x"), [RewardSpec(name="preference")])
+    rewards = {"preference": read_oom_score}
+    async with RewardPool.open(rewards, processes=1, timeout_s=LONG_TIMEOUT_S) as pool:
+        score = await pool.score(make_sample("x"), [RewardSpec(name="preference")])
         assert score.value == 1000.0
 
 
 async def test_an_idle_child_that_dies_fails_no_sample(folder: Path):
     async with open_pool(folder) as pool:
-        await pool.score(attempt("fine"), act_in(folder))
+        await pool.score(make_sample("fine"), make_specs(folder))
         os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
-        scores = await asyncio.gather(*(pool.score(attempt("x"), act_in(folder)) for _ in range(3)))
+        scores = await asyncio.gather(
+            *(pool.score(make_sample("x"), make_specs(folder)) for _ in range(3))
+        )
         assert all(score.ok for score in scores)
         assert (pool.stats.failures, pool.stats.restarts) == (0, 1)
 
@@ -239,7 +247,9 @@ async def test_an_idle_child_that_dies_fails_no_sample(folder: Path):
 async def test_a_hanging_call_is_killed_and_fails_no_other_sample(folder: Path):
     async with open_pool(folder, timeout_s=1.0) as pool:
         texts = ["fine", "spin", "fine", "fine"]
-        scores = await asyncio.gather(*(pool.score(attempt(t), act_in(folder)) for t in texts))
+        scores = await asyncio.gather(
+            *(pool.score(make_sample(t), make_specs(folder)) for t in texts)
+        )
         assert [score.ok for score in scores] == [True, False, True, True]
         assert scores[1].status is ScoreStatus.TIMEOUT
         assert scores[1].detail == "act: no result within 1 s; its process was killed"
@@ -250,14 +260,14 @@ async def test_a_hanging_call_is_killed_and_fails_no_other_sample(folder: Path):
 async def test_a_hanging_call_failed_when_it_began(folder: Path):
     faults = FaultLog(folder)
     async with open_pool(folder, timeout_s=1.0, faults=faults) as pool:
-        await pool.score(attempt("spin"), act_in(folder))
+        await pool.score(make_sample("spin"), make_specs(folder))
     [fault] = faults.faults
     assert fault.detected_at - fault.failed_at >= 1.0
 
 
 async def test_a_time_out_kills_the_processes_that_the_reward_has_started(folder: Path):
     async with open_pool(folder, timeout_s=2.0) as pool:
-        score = await pool.score(attempt("family"), act_in(folder))
+        score = await pool.score(make_sample("family"), make_specs(folder))
         assert score.status is ScoreStatus.TIMEOUT
         for name in ("pid", "grandchild"):
             pid = int((folder / name).read_text())
@@ -266,15 +276,15 @@ async def test_a_time_out_kills_the_processes_that_the_reward_has_started(folder
 
 async def test_an_event_loop_that_was_blocked_does_not_time_out_a_call_that_is_done(folder: Path):
     async with open_pool(folder, timeout_s=0.9) as pool:
-        waiting = asyncio.create_task(pool.score(attempt("nap"), act_in(folder)))
-        await appears(folder / "pid")
+        running_call = asyncio.create_task(pool.score(make_sample("nap"), make_specs(folder)))
+        await wait_for_content(folder / "pid")
         time.sleep(1.2)  # noqa: ASYNC251 - the point of the test
-        assert (await waiting).ok
+        assert (await running_call).ok
 
 
 async def test_printing_and_reading_in_a_reward_does_not_disturb_the_pipe(folder: Path):
     async with open_pool(folder, output=folder / "log") as pool:
-        assert (await pool.score(attempt("print"), act_in(folder))).value == 1
+        assert (await pool.score(make_sample("print"), make_specs(folder))).value == 1
     assert (folder / "log").read_text() == "a line for the log\nraw bytes\ninput True\n"
 
 
@@ -282,22 +292,22 @@ async def test_an_in_process_reward_needs_no_child():
     async def half(sample: Sample) -> Score:
         return Score(0.5)
 
-    before = children()
+    before = find_children()
     async with RewardPool.open({}, processes=2, timeout_s=1, in_process={"model": half}) as pool:
-        guard = children() - before
-        score = await pool.score(attempt("fine"), [RewardSpec(name="model", weight=2.0)])
-        again = await pool.score(attempt("fine"), [RewardSpec(name="model")])
-    assert (score.value, score.parts, again.value) == (1.0, {"model": 0.5}, 0.5)
+        guard = find_children() - before
+        score = await pool.score(make_sample("fine"), [RewardSpec(name="model", weight=2.0)])
+        cached_score = await pool.score(make_sample("fine"), [RewardSpec(name="model")])
+    assert (score.value, score.parts, cached_score.value) == (1.0, {"model": 0.5}, 0.5)
     assert pool.call_counts.take_metrics()["reward/cached/model"] == 1
     assert len(guard) == 1
 
 
 async def test_leaving_the_pool_kills_a_running_reward_and_its_children(folder: Path):
     async with open_pool(folder) as pool:
-        waiting = asyncio.create_task(pool.score(attempt("family"), act_in(folder)))
-        queued = asyncio.create_task(pool.score(attempt("fine"), act_in(folder)))
-        await appears(folder / "grandchild")
-    for task in (waiting, queued):
+        running_call = asyncio.create_task(pool.score(make_sample("family"), make_specs(folder)))
+        queued = asyncio.create_task(pool.score(make_sample("fine"), make_specs(folder)))
+        await wait_for_content(folder / "grandchild")
+    for task in (running_call, queued):
         with pytest.raises(RewardError, match="the reward pool is closed"):
             await task
     pids = [int((folder / name).read_text()) for name in ("pid", "grandchild")]
@@ -308,7 +318,7 @@ async def test_leaving_the_pool_ends_processes_that_a_reward_left_in_other_sessi
     folder: Path,
 ):
     async with open_pool(folder) as pool:
-        assert (await pool.score(attempt("daemon"), act_in(folder))).ok
+        assert (await pool.score(make_sample("daemon"), make_specs(folder))).ok
         pid = int((folder / "daemon").read_text())
         assert is_alive(pid)
     assert not is_alive(pid)
@@ -318,20 +328,20 @@ async def test_processes_that_a_reward_left_end_with_its_process_when_that_is_re
     folder: Path,
 ):
     async with open_pool(folder) as pool:
-        assert not (await pool.score(attempt("daemon and exit"), act_in(folder))).ok
-        assert (await pool.score(attempt("fine"), act_in(folder))).ok
+        assert not (await pool.score(make_sample("daemon and exit"), make_specs(folder))).ok
+        assert (await pool.score(make_sample("fine"), make_specs(folder))).ok
         assert not is_alive(int((folder / "daemon").read_text()))
 
 
 async def test_cancelling_the_task_that_holds_the_pool_leaves_nothing(folder: Path):
     started = asyncio.Event()
 
-    async def hold() -> None:
+    async def hold_pool() -> None:
         async with open_pool(folder) as pool:
             started.set()
-            await pool.score(attempt("spin"), act_in(folder))
+            await pool.score(make_sample("spin"), make_specs(folder))
 
-    task = asyncio.create_task(hold())
+    task = asyncio.create_task(hold_pool())
     await started.wait()
     await asyncio.sleep(0.05)
     task.cancel()
@@ -340,11 +350,11 @@ async def test_cancelling_the_task_that_holds_the_pool_leaves_nothing(folder: Pa
 
 
 async def test_cancelling_while_the_pool_opens_leaves_nothing(folder: Path):
-    async def hold() -> None:
+    async def hold_pool() -> None:
         async with open_pool(folder, processes=2):
             pass
 
-    task = asyncio.create_task(hold())
+    task = asyncio.create_task(hold_pool())
     await asyncio.sleep(0.1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -353,12 +363,12 @@ async def test_cancelling_while_the_pool_opens_leaves_nothing(folder: Path):
 
 async def test_a_cancelled_caller_does_not_block_the_others(folder: Path):
     async with open_pool(folder, timeout_s=0.7) as pool:
-        spinning = asyncio.create_task(pool.score(attempt("spin"), act_in(folder)))
-        queued = asyncio.create_task(pool.score(attempt("raise"), act_in(folder)))
+        spinning = asyncio.create_task(pool.score(make_sample("spin"), make_specs(folder)))
+        queued = asyncio.create_task(pool.score(make_sample("raise"), make_specs(folder)))
         await asyncio.sleep(0.05)
         spinning.cancel()
         queued.cancel()
-        assert (await pool.score(attempt("fine"), act_in(folder))).ok
+        assert (await pool.score(make_sample("fine"), make_specs(folder))).ok
 
 
 async def test_an_error_in_the_body_is_raised_unchanged(folder: Path):
@@ -468,17 +478,17 @@ async def test_a_function_that_cannot_be_pickled_raises_with_the_reason():
 async def test_scoring_without_a_known_reward_raises(folder: Path):
     async with open_pool(folder) as pool:
         with pytest.raises(RewardError, match="has no reward"):
-            await pool.score(attempt("4"), [])
+            await pool.score(make_sample("4"), [])
         with pytest.raises(RewardError, match="'length' was not given to the pool"):
-            await pool.score(attempt("4"), [RewardSpec(name="length")])
+            await pool.score(make_sample("4"), [RewardSpec(name="length")])
 
 
 async def test_a_row_without_the_column_fails_its_sample_only(folder: Path):
     rewards = {"exact_match": "exact_match"}
-    async with RewardPool.open(rewards, processes=1, timeout_s=PATIENT_S) as pool:
+    async with RewardPool.open(rewards, processes=1, timeout_s=LONG_TIMEOUT_S) as pool:
         specs = [RewardSpec(name="exact_match")]
         bad, good = await asyncio.gather(
-            pool.score(attempt("4"), specs), pool.score(attempt("4", answer=4), specs)
+            pool.score(make_sample("4"), specs), pool.score(make_sample("4", answer=4), specs)
         )
     assert "exact_match needs the argument 'answer'" in bad.detail
     assert good.value == 1
@@ -487,7 +497,7 @@ async def test_a_row_without_the_column_fails_its_sample_only(folder: Path):
 async def test_a_row_that_cannot_be_pickled_fails_its_sample_only(folder: Path):
     async with open_pool(folder) as pool:
         row = {"lock": threading.Lock()}
-        score: Score = await pool.score(attempt("fine", **row), act_in(folder))
+        score: Score = await pool.score(make_sample("fine", **row), make_specs(folder))
         assert "cannot be sent to a reward process" in score.detail
         assert pool.stats == RewardPoolStats(calls=1, failures=1)
 
@@ -495,8 +505,8 @@ async def test_a_row_that_cannot_be_pickled_fails_its_sample_only(folder: Path):
 async def test_a_reward_that_can_no_longer_be_loaded_stops_the_pool_with_that_error(folder: Path):
     async with open_pool(folder) as pool:
         (folder / "mine.py").unlink()
-        queued = asyncio.create_task(pool.score(attempt("exit"), act_in(folder)))
+        queued = asyncio.create_task(pool.score(make_sample("exit"), make_specs(folder)))
         with pytest.raises(RewardError, match=r"mine.py does not exist"):
-            await asyncio.gather(queued, pool.score(attempt("fine"), act_in(folder)))
+            await asyncio.gather(queued, pool.score(make_sample("fine"), make_specs(folder)))
         with pytest.raises(RewardError, match=r"mine.py does not exist"):
-            await pool.score(attempt("fine"), act_in(folder))
+            await pool.score(make_sample("fine"), make_specs(folder))

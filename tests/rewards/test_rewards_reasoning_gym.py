@@ -32,7 +32,7 @@ from rollick.rewards.reasoning_gym_scores import (
 GYM_TASKS = tuple(NAMES["gym_tasks"])
 SETTINGS = json.dumps({"seed": 3, "size": 2})
 WITHOUT_REFERENCE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
-"""Tasks with many right answers, that give none."""
+"""Tasks with many correct answers; their rows have no reference answer."""
 EVALUATES_ITS_OWN = {
     "algorithmic/number_sorting.py",
     "arithmetic/basic_arithmetic.py",
@@ -41,7 +41,7 @@ EVALUATES_ITS_OWN = {
     "arithmetic/gsm_symbolic/generators_50_99.py",
     "code/codeio.py",
 }
-"""Files that evaluate only what the package itself made."""
+"""Files that evaluate only code that the package itself generated."""
 
 
 def score(row: dict[str, Any], completion: str) -> float:
@@ -51,7 +51,7 @@ def score(row: dict[str, Any], completion: str) -> float:
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, dict[str, Any]]:
-    """A row of every task, as JSON gives it back."""
+    """A row of every task, after a round trip through JSON."""
     return {task: json.loads(json.dumps(make_row(task, SETTINGS, 1))) for task in GYM_TASKS}
 
 
@@ -79,12 +79,12 @@ def test_a_task_without_a_reference_scores_nonsense_low_and_its_example_high(
     row = rows[task]
     assert row["answer"] is None
     assert score(row, "<answer>I have no idea</answer>") < 0.5
-    about = ast.literal_eval(row["entry"])["metadata"]
-    example = about.get("example_correct_answer") or about.get("example_answer")
+    metadata = ast.literal_eval(row["entry"])["metadata"]
+    example = metadata.get("example_correct_answer") or metadata.get("example_answer")
     if example is not None:
         assert score(row, f"<answer>{example}</answer>") == 1.0
-    if "possible_answer" in about:
-        assert score(row, f"<answer>{json.dumps(about['possible_answer'])}</answer>") == 1.0
+    if "possible_answer" in metadata:
+        assert score(row, f"<answer>{json.dumps(metadata['possible_answer'])}</answer>") == 1.0
 
 
 @pytest.mark.parametrize("task", sorted(COMPARED_TASKS))
@@ -180,9 +180,9 @@ def test_an_expensive_answer_scores_low_within_a_second(
     rows: dict[str, dict[str, Any]], task: str, answer: str
 ):
     score(rows[task], "<answer>1</answer>")
-    begun = time.process_time()
+    started_at = time.process_time()
     assert score(rows[task], f"<answer>{answer}</answer>") < 0.1
-    assert time.process_time() - begun < 1.0
+    assert time.process_time() - started_at < 1.0
 
 
 def test_a_source_gives_the_same_rows_in_every_process():

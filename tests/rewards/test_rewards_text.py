@@ -1,4 +1,4 @@
-"""Rewards over text and form: small tables, right and wrong."""
+"""Text and format rewards: tables of correct and wrong completions."""
 
 from __future__ import annotations
 

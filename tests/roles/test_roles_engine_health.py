@@ -1,4 +1,4 @@
-"""When an engine counts as hung, decided from its polls."""
+"""The detection of hung engines from their polls."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ PROGRESS_FLOOR_S = FLOORS_S["progress"]
 
 
 @dataclass
-class Engine:
-    """The polls of an engine, one every POLL_TIMEOUT_S."""
+class PolledEngine:
+    """An engine that is polled every POLL_TIMEOUT_S on a virtual clock."""
 
     deadlines: Deadlines = field(default_factory=lambda: Deadlines(CEILING_S))
     seconds: float = 0.0
@@ -38,10 +38,10 @@ class Engine:
         self.health.check_progress(self.load, POLL_TIMEOUT_S + late_s, has_requests=has_requests)
 
     def poll_until_hung(self) -> float:
-        begun = self.seconds
+        started_at = self.seconds
         with pytest.raises(WorkerHung, match="generators 0 generated no token for"):
             self._poll_for(2 * CEILING_S)
-        return self.seconds - begun
+        return self.seconds - started_at
 
     def _poll_for(self, seconds: float) -> None:
         end = self.seconds + seconds
@@ -50,33 +50,33 @@ class Engine:
 
 
 def test_an_engine_that_does_not_answer_a_poll_is_detected_within_ten_seconds() -> None:
-    engine = Engine()
+    engine = PolledEngine()
     engine.poll(tokens=3)
     assert engine.health.poll_limit_s(engine.load) < 10 - POLL_TIMEOUT_S
 
 
 def test_a_deadline_is_ten_times_the_slowest_answer() -> None:
-    engine = Engine()
+    engine = PolledEngine()
     engine.poll(tokens=3, late_s=4.0)
     assert engine.health.poll_limit_s(engine.load) == POLL_TIMEOUT_S + 40.0
 
 
 def test_an_engine_that_has_generated_nothing_may_compile_up_to_the_ceiling() -> None:
-    engine = Engine()
+    engine = PolledEngine()
     engine.poll(tokens=0)
     assert engine.health.poll_limit_s(engine.load) == POLL_TIMEOUT_S + CEILING_S
     assert engine.poll_until_hung() > CEILING_S
 
 
 def test_an_engine_that_responds_without_generating_is_hung() -> None:
-    engine = Engine()
+    engine = PolledEngine()
     for _ in range(3):
         engine.poll(tokens=5)
     assert PROGRESS_FLOOR_S < engine.poll_until_hung() <= PROGRESS_FLOOR_S + POLL_TIMEOUT_S
 
 
 def test_a_hung_engine_failed_when_it_made_its_last_token() -> None:
-    engine = Engine()
+    engine = PolledEngine()
     for _ in range(3):
         engine.poll(tokens=5)
     with pytest.raises(WorkerHung) as hung:
@@ -85,7 +85,7 @@ def test_a_hung_engine_failed_when_it_made_its_last_token() -> None:
 
 
 def test_an_engine_with_slow_steps_has_more_time_for_the_next() -> None:
-    engine = Engine()
+    engine = PolledEngine()
     engine.poll(tokens=1)
     for _ in range(19):
         engine.poll(tokens=0)
@@ -94,7 +94,7 @@ def test_an_engine_with_slow_steps_has_more_time_for_the_next() -> None:
 
 
 def test_an_engine_without_requests_is_idle() -> None:
-    engine = Engine()
+    engine = PolledEngine()
     for _ in range(3):
         engine.poll(tokens=5)
     for _ in range(1000):
@@ -103,7 +103,7 @@ def test_an_engine_without_requests_is_idle() -> None:
 
 
 def test_a_paused_engine_makes_no_tokens_for_as_long_as_it_is_paused() -> None:
-    engine = Engine()
+    engine = PolledEngine()
     for _ in range(3):
         engine.poll(tokens=5)
     engine.health.is_paused = True
@@ -114,7 +114,7 @@ def test_a_paused_engine_makes_no_tokens_for_as_long_as_it_is_paused() -> None:
 
 
 def test_an_engine_makes_no_tokens_while_it_loads_weights() -> None:
-    engine = Engine()
+    engine = PolledEngine()
     for _ in range(3):
         engine.poll(tokens=5)
     with engine.health.expect_no_progress():

@@ -1,4 +1,4 @@
-"""No string names a role's method outside the handles."""
+"""Calls of role methods are typed: no string outside the handles names one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rollick.workers.scorer import RewardModelWorker, ScorerWorker
 PACKAGE = Path(protocols.__file__).parents[1]
 BASES = ("Role", "TrainedRole")
 """Protocols that several roles share."""
-TRANSPORT = {"call", "broadcast", "call_collective", "scatter", "getattr", "Call"}
-"""What reaches a method by its name: the calls of a WorkerGroup, and Python's own."""
+CALLERS = {"call", "broadcast", "call_collective", "scatter", "getattr", "Call"}
+"""Functions that take the name of a method: those of a WorkerGroup, and `getattr`."""
 
 
-def role_methods() -> dict[str, set[str]]:
+def list_role_methods() -> dict[str, set[str]]:
     """The public methods of each role's Protocol, with those that it inherits."""
     return {
         name: {method for method in dir(member) if not method.startswith("_")}
@@ -28,12 +28,12 @@ def role_methods() -> dict[str, set[str]]:
     }
 
 
-METHODS = set[str]().union(*role_methods().values()) - {"close"}
-"""`close` is a method of many objects that are no roles."""
+METHODS = set[str]().union(*list_role_methods().values()) - {"close"}
+"""`close` is also a method of many objects that are not roles."""
 
 
-def named_by_string(source: str) -> Iterator[tuple[int, str]]:
-    """Line and name of each call of the transport with a string that is a role's method."""
+def find_method_strings(source: str) -> Iterator[tuple[int, str]]:
+    """Line and name of each call of CALLERS with a string that is the name of a role's method."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
             continue
@@ -41,25 +41,25 @@ def named_by_string(source: str) -> Iterator[tuple[int, str]]:
             node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
         )
         values = [*node.args, *(keyword.value for keyword in node.keywords)]
-        for value in values if function in TRANSPORT else ():
+        for value in values if function in CALLERS else ():
             if isinstance(value, ast.Constant) and value.value in METHODS:
                 yield node.lineno, str(value.value)
 
 
 def test_no_string_names_a_method_of_a_role() -> None:
     files = sorted(PACKAGE.rglob("*.py"))
-    wrong = [
+    violations = [
         f"{file.relative_to(PACKAGE)}:{line} {name}"
         for file in files
-        for line, name in named_by_string(file.read_text("utf-8"))
+        for line, name in find_method_strings(file.read_text("utf-8"))
     ]
-    assert wrong == []
+    assert violations == []
 
 
 def test_a_string_that_names_a_method_is_detected() -> None:
-    assert list(named_by_string("group.call('policy', 'train', batch)")) == [(1, "train")]
-    assert list(named_by_string("group.scatter(role, method='values')")) == [(1, "values")]
-    assert list(named_by_string("options.get('train')")) == []
+    assert list(find_method_strings("group.call('policy', 'train', batch)")) == [(1, "train")]
+    assert list(find_method_strings("group.scatter(role, method='values')")) == [(1, "values")]
+    assert list(find_method_strings("options.get('train')")) == []
 
 
 def test_only_handles_hold_a_worker_group() -> None:
@@ -73,7 +73,7 @@ def test_only_handles_hold_a_worker_group() -> None:
 
 
 def test_every_method_of_a_role_is_defined_by_its_worker() -> None:
-    """A worker inherits from its Protocol: a method that it lacks would do nothing, silently."""
+    """A worker inherits from its Protocol, so a missing method would silently do nothing."""
     workers = {
         "PolicyRole": LearnerWorker,
         "CriticRole": CriticWorker,
@@ -81,7 +81,7 @@ def test_every_method_of_a_role_is_defined_by_its_worker() -> None:
         "RewardModelRole": RewardModelWorker,
         "GeneratorRole": GeneratorWorker,
     }
-    for name, methods in role_methods().items():
+    for name, methods in list_role_methods().items():
         worker, protocol = workers[name], getattr(protocols, name)
         inherited = {m for m in methods if getattr(worker, m) is getattr(protocol, m)}
         assert inherited == set()

@@ -1,4 +1,4 @@
-"""What the snapshots of a role contain, and what a rollback undoes."""
+"""The batches in the snapshots of a role, and those that a rollback undoes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When snapshots are taken, what they contain, and what happens without memory for them."""
+"""Snapshots of roles: when they are taken, their contents, and a lack of memory for them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CountingLearner:
 
     batches: int = 0
     written: int = 0
-    """Snapshots."""
+    """The number of snapshots."""
     has_memory: bool = True
     busy_s: float = 0.05
     restore_error: RollickError | None = None
@@ -69,7 +69,7 @@ class CountingLearner:
         self.batches = records[0].steps
 
     def peak_memory(self) -> int:
-        """A call that reads the state, like that for log-probs."""
+        """A call that reads the state, such as the one for log-probs."""
         if self.is_lost:
             raise WorkerLost("the process ended")
         return self.batches
@@ -80,7 +80,7 @@ class Run:
     """The policy and the critic of a run, and the recovery that takes their snapshots."""
 
     learners: dict[RoleName, CountingLearner]
-    """Those of the newest processes."""
+    """The learners of the newest processes."""
     roles: Roles
     recovery: WorkerRecovery
     faults: FaultLog
@@ -93,13 +93,13 @@ class Run:
         return self.recovery.snapshots[role]
 
     async def repair(self, role: RoleName) -> None:
-        """What happens as soon as the role's process ends, whatever the run does."""
+        """Repair the role, as the controller does as soon as the role's process ends."""
         host = self.roles.device_map.host_of(role, 0)
         await self.recovery.repair_host(host, WorkerLost(f"{role} 0 was lost"), repairs=0)
 
 
 LEARNERS: dict[RoleName, CountingLearner] = {}
-"""That of each role's newest process."""
+"""The learner of each role's newest process."""
 
 
 def create(context: HostContext, rank: int, role: RoleName) -> CountingLearner:
@@ -112,9 +112,9 @@ OpenRun = Callable[..., AbstractAsyncContextManager[Run]]
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> OpenRun:
+def open_run(tmp_path: Path) -> OpenRun:
     @asynccontextmanager
-    async def open_run(restarts: int = 3, policy: str = "cpu:0") -> AsyncGenerator[Run]:
+    async def enter_run(restarts: int = 3, policy: str = "cpu:0") -> AsyncGenerator[Run]:
         LEARNERS.clear()
         devices = DeviceMap({"policy": parse_devices(policy), "critic": parse_devices("cpu:2")})
         specs = [RoleSpec(role, f"{__name__}:create", (role,)) for role in TRAINED]
@@ -127,14 +127,14 @@ def opened(tmp_path: Path) -> OpenRun:
             async with recovery.open(snapshots=True):
                 yield Run(LEARNERS, Roles(group, recovery), recovery, faults)
 
-    return open_run
+    return enter_run
 
 
 @pytest.mark.parametrize("role", TRAINED)
 async def test_a_snapshot_that_waits_for_a_training_contains_its_batch(
-    opened: OpenRun, role: RoleName
+    open_run: OpenRun, role: RoleName
 ) -> None:
-    async with opened() as run:
+    async with open_run() as run:
         await run.recovery.take_snapshots()
         training = asyncio.create_task(run.handle(role).train(BATCH))
         await asyncio.sleep(0.01)
@@ -147,9 +147,9 @@ async def test_a_snapshot_that_waits_for_a_training_contains_its_batch(
 
 @pytest.mark.parametrize("role", TRAINED)
 async def test_a_batch_after_the_snapshot_is_trained_on_again(
-    opened: OpenRun, role: RoleName
+    open_run: OpenRun, role: RoleName
 ) -> None:
-    async with opened() as run:
+    async with open_run() as run:
         await run.handle(role).train(BATCH)
         taking = asyncio.create_task(run.snapshots(role).take())
         await asyncio.sleep(0.01)
@@ -161,9 +161,9 @@ async def test_a_batch_after_the_snapshot_is_trained_on_again(
 
 @pytest.mark.parametrize("role", TRAINED)
 async def test_a_call_during_a_repair_waits_until_the_new_process_has_its_state(
-    opened: OpenRun, role: RoleName
+    open_run: OpenRun, role: RoleName
 ) -> None:
-    async with opened() as run:
+    async with open_run() as run:
         await run.recovery.take_snapshots()
         await run.handle(role).train(BATCH)
         old = run.learners[role]
@@ -183,9 +183,9 @@ async def test_a_call_during_a_repair_waits_until_the_new_process_has_its_state(
     "error", [CheckpointError("the snapshot is damaged"), WorkerError("the state does not fit")]
 )
 async def test_a_new_process_that_cannot_get_its_state_is_never_called(
-    opened: OpenRun, role: RoleName, error: RollickError
+    open_run: OpenRun, role: RoleName, error: RollickError
 ) -> None:
-    async with opened() as run:
+    async with open_run() as run:
         await run.recovery.take_snapshots()
         run.learners[role].restore_error = error
         with pytest.raises(type(error), match=error.message):
@@ -198,8 +198,8 @@ async def test_a_new_process_that_cannot_get_its_state_is_never_called(
         assert run.faults.faults[-1].gave_up
 
 
-async def test_a_damaged_snapshot_does_not_become_a_checkpoint(opened: OpenRun) -> None:
-    async with opened() as run:
+async def test_a_damaged_snapshot_does_not_become_a_checkpoint(open_run: OpenRun) -> None:
+    async with open_run() as run:
         await run.recovery.take_snapshots()
         run.learners["policy"].restore_error = CheckpointError("the snapshot is damaged")
         with pytest.raises(CheckpointError):
@@ -209,9 +209,9 @@ async def test_a_damaged_snapshot_does_not_become_a_checkpoint(opened: OpenRun) 
 
 
 async def test_a_snapshot_that_was_overwritten_in_part_is_not_rolled_back_to(
-    opened: OpenRun,
+    open_run: OpenRun,
 ) -> None:
-    async with opened() as run:
+    async with open_run() as run:
         snapshots = run.snapshots("policy")
         await snapshots.take()
         await snapshots.take()
@@ -222,8 +222,8 @@ async def test_a_snapshot_that_was_overwritten_in_part_is_not_rolled_back_to(
         assert not snapshots.can_roll_back
 
 
-async def test_a_call_to_another_role_does_not_wait_for_a_repair(opened: OpenRun) -> None:
-    async with opened() as run:
+async def test_a_call_to_another_role_does_not_wait_for_a_repair(open_run: OpenRun) -> None:
+    async with open_run() as run:
         await run.recovery.take_snapshots()
         repairing = asyncio.create_task(run.repair("critic"))
         await asyncio.sleep(0)
@@ -234,16 +234,16 @@ async def test_a_call_to_another_role_does_not_wait_for_a_repair(opened: OpenRun
 
 @pytest.mark.parametrize("role", TRAINED)
 async def test_without_memory_for_snapshots_the_run_warns_and_continues(
-    opened: OpenRun, role: RoleName, caplog: pytest.LogCaptureFixture
+    open_run: OpenRun, role: RoleName, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with opened() as run:
+    async with open_run() as run:
         await run.recovery.take_snapshots()
         run.learners[role].has_memory = False
         for _ in range(3):
             await run.handle(role).train(BATCH)
             run.recovery.finish_step()
             await run.recovery.settle()
-        warnings = [each.message for each in caplog.records if "no snapshots" in each.message]
+        warnings = [record.message for record in caplog.records if "no snapshots" in record.message]
         assert warnings == [
             f"no snapshots from now on, so the loss of the {role} ends the run: "
             "no memory for a snapshot of 3.00 GB"
@@ -256,9 +256,9 @@ async def test_without_memory_for_snapshots_the_run_warns_and_continues(
 
 
 async def test_without_memory_for_snapshots_the_loss_of_the_role_ends_the_run(
-    opened: OpenRun,
+    open_run: OpenRun,
 ) -> None:
-    async with opened() as run:
+    async with open_run() as run:
         run.learners["critic"].has_memory = False
         await run.recovery.take_snapshots()
 
@@ -272,14 +272,14 @@ async def test_without_memory_for_snapshots_the_loss_of_the_role_ends_the_run(
 
 
 async def test_snapshots_take_at_most_five_percent_of_a_run_that_does_not_generate(
-    opened: OpenRun, monkeypatch: pytest.MonkeyPatch
+    open_run: OpenRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with opened() as run:
+    async with open_run() as run:
         clock = SimpleNamespace(monotonic=lambda: run.now)
         monkeypatch.setattr(worker_recovery, "time", clock)
         for learner in run.learners.values():
             learner.busy_s = 0
-        begun, step_s, snapshot_s = run.now, 1.0, 0.2
+        started_at, step_s, snapshot_s = run.now, 1.0, 0.2
         for _ in range(100):
             for role in TRAINED:
                 await run.handle(role).train(BATCH)
@@ -289,12 +289,12 @@ async def test_snapshots_take_at_most_five_percent_of_a_run_that_does_not_genera
             for role in TRAINED:
                 run.snapshots(role).seconds = snapshot_s / 2
         spent = run.learners["policy"].written * snapshot_s
-        assert 0.04 < spent / (run.now - begun) <= 0.051
+        assert 0.04 < spent / (run.now - started_at) <= 0.051
         assert len(run.snapshots("policy").later_batches) <= 4
 
 
-async def test_a_run_that_generates_takes_a_snapshot_after_each_step(opened: OpenRun) -> None:
-    async with opened() as run:
+async def test_a_run_that_generates_takes_a_snapshot_after_each_step(open_run: OpenRun) -> None:
+    async with open_run() as run:
         for _ in range(5):
             await run.handle("policy").train(BATCH)
             run.recovery.finish_step()
@@ -304,13 +304,13 @@ async def test_a_run_that_generates_takes_a_snapshot_after_each_step(opened: Ope
 
 @pytest.mark.parametrize("role", TRAINED)
 async def test_a_snapshot_that_waits_during_a_repair_contains_the_batches_that_it_counts(
-    opened: OpenRun, role: RoleName
+    open_run: OpenRun, role: RoleName
 ) -> None:
-    async with opened() as run:
+    async with open_run() as run:
         await run.recovery.take_snapshots()
         for _ in range(4):
             await run.handle(role).train(BATCH)
-        # As while a checkpoint is written from the memory of the next snapshot.
+        # Simulates a checkpoint that is written from the memory of the next snapshot.
         async with run.snapshots(role)._older.in_use:
             taking = asyncio.create_task(run.recovery.take_snapshots())
             await asyncio.sleep(0.01)
@@ -326,9 +326,9 @@ async def test_a_snapshot_that_waits_during_a_repair_contains_the_batches_that_i
 
 
 async def test_a_memory_is_not_closed_while_a_checkpoint_is_written_from_it(
-    opened: OpenRun,
+    open_run: OpenRun,
 ) -> None:
-    async with opened() as run:
+    async with open_run() as run:
         snapshots = run.snapshots("policy")
         await snapshots.take()
         async with snapshots.hold() as held:
@@ -344,9 +344,9 @@ async def test_a_memory_is_not_closed_while_a_checkpoint_is_written_from_it(
 
 
 async def test_a_call_of_an_earlier_attempt_does_not_reach_a_process_without_its_state(
-    opened: OpenRun,
+    open_run: OpenRun,
 ) -> None:
-    async with opened() as run:
+    async with open_run() as run:
         await run.recovery.take_snapshots()
         old, is_new, reads = run.learners["policy"], asyncio.Event(), list[int]()
 
@@ -366,9 +366,9 @@ async def test_a_call_of_an_earlier_attempt_does_not_reach_a_process_without_its
 
 
 async def test_a_publish_whose_receiver_notices_the_loss_of_the_policy_first_is_retried(
-    opened: OpenRun,
+    open_run: OpenRun,
 ) -> None:
-    async with opened() as run:
+    async with open_run() as run:
         await run.recovery.take_snapshots()
         old = run.learners["policy"]
         old.is_lost = True
@@ -384,9 +384,9 @@ async def test_a_publish_whose_receiver_notices_the_loss_of_the_policy_first_is_
 @pytest.mark.parametrize("role", TRAINED)
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), RuntimeError("a bug")], ids=repr)
 async def test_a_call_after_an_interrupted_repair_repairs_the_role(
-    opened: OpenRun, role: RoleName, error: BaseException
+    open_run: OpenRun, role: RoleName, error: BaseException
 ) -> None:
-    async with opened() as run:
+    async with open_run() as run:
         await run.recovery.take_snapshots()
         await run.handle(role).train(BATCH)
         old = run.learners[role]
@@ -407,9 +407,9 @@ async def test_a_call_after_an_interrupted_repair_repairs_the_role(
 
 
 async def test_a_repair_that_a_signal_interrupts_does_not_use_up_a_restart(
-    opened: OpenRun,
+    open_run: OpenRun,
 ) -> None:
-    async with opened(restarts=1) as run:
+    async with open_run(restarts=1) as run:
         await run.recovery.take_snapshots()
         await run.handle("policy").train(BATCH)
         repairing = asyncio.create_task(run.repair("policy"))
@@ -421,9 +421,9 @@ async def test_a_repair_that_a_signal_interrupts_does_not_use_up_a_restart(
 
 
 async def test_a_repair_that_fails_with_fewer_ranks_is_made_again_with_these(
-    opened: OpenRun, monkeypatch: pytest.MonkeyPatch
+    open_run: OpenRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with opened(policy="cpu:0-1") as run:
+    async with open_run(policy="cpu:0-1") as run:
         await run.recovery.take_snapshots()
         replaced: list[list[int]] = []
 
@@ -444,9 +444,9 @@ async def test_a_repair_that_fails_with_fewer_ranks_is_made_again_with_these(
 
 
 async def test_an_engine_of_a_host_that_is_replaced_may_wait_for_the_last_restart(
-    opened: OpenRun,
+    open_run: OpenRun,
 ) -> None:
-    async with opened(restarts=1) as run:
+    async with open_run(restarts=1) as run:
         await run.recovery.take_snapshots()
         host = run.roles.device_map.host_of("policy", 0)
         repairing = asyncio.create_task(run.repair("policy"))
@@ -456,14 +456,14 @@ async def test_an_engine_of_a_host_that_is_replaced_may_wait_for_the_last_restar
         assert not run.recovery.can_repair(host)
 
 
-async def test_a_snapshot_in_the_background_books_no_time_for_a_repair(opened: OpenRun) -> None:
-    async with opened() as run:
+async def test_a_snapshot_in_the_background_books_no_time_for_a_repair(open_run: OpenRun) -> None:
+    async with open_run() as run:
         await run.recovery.take_snapshots()
         for learner in run.learners.values():
             learner.is_lost = True
         run.recovery.finish_step()
         await run.recovery.settle()
         assert run.learners["policy"].written == 1
-        booked = [run.recovery.goodput.claim_lost_time()]
-        booked += [LostTime(fault.recover_s, fault.redo_s) for fault in run.faults.faults]
-        assert not any(map(any, booked)), "the step did not wait"
+        lost_times = [run.recovery.goodput.claim_lost_time()]
+        lost_times += [LostTime(fault.recover_s, fault.redo_s) for fault in run.faults.faults]
+        assert not any(map(any, lost_times)), "the step did not wait"

@@ -1,4 +1,4 @@
-"""Which rank of a policy is to blame for a failed call, and when it failed."""
+"""The rank of a policy that caused a failed call, and when it failed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ BEGUN_AT, STOPPED_AT = 100.0, 130.0
 PEER_GONE = WorkerError("connection closed by peer")
 
 
-class Policy:
-    """Rank 0 answers; rank 1 hangs, or was stopped by a signal."""
+class FakePolicy:
+    """Rank 0 responds; rank 1 hangs, or was stopped by a signal."""
 
     ranks = 2
 
@@ -41,12 +41,10 @@ async def test_a_rank_that_hangs_for_its_peers_failed_in_their_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool, failed_at: float
 ) -> None:
     monkeypatch.setattr(worker_recovery, "PING_TIMEOUT_S", 0.05)
-    direct: Any = SimpleNamespace(group=None, policy=Policy(stopped=stopped))
+    roles: Any = SimpleNamespace(group=None, policy=FakePolicy(stopped=stopped))
     account = TimeAccount.open(tmp_path, resume=False)
     faults = FaultLog(tmp_path)
-    recovery = WorkerRecovery(
-        direct, lambda devices: [], faults=faults, goodput=account, restarts=1
-    )
+    recovery = WorkerRecovery(roles, lambda devices: [], faults=faults, goodput=account, restarts=1)
     cause = await recovery._root_cause("policy", PEER_GONE, begun_at=BEGUN_AT)
     assert isinstance(cause, WorkerHung)
     assert cause.failed_at == failed_at

@@ -1,4 +1,4 @@
-"""The fleet: who is on which engine, and what happens when engines come and go."""
+"""The fleet: the engine of each request, and engines that join and leave."""
 
 import asyncio
 import math
@@ -57,10 +57,10 @@ async def test_a_running_request_is_served_before_new_ones_of_its_class():
     launches = Launches(1)
     launches.fleet.open()
     launches.submit(0, 1)
-    asking = asyncio.create_task(launches.fleet.acquire(uid(5), RequestNeeds(0, 1)))
+    acquire_task = asyncio.create_task(launches.fleet.acquire(uid(5), RequestNeeds(0, 1)))
     await asyncio.sleep(0)
     launches.fleet.release(uid(0), tokens=4)
-    assert await asking == 0
+    assert await acquire_task == 0
     assert launches.launched == [(0, 0)]
 
 
@@ -145,11 +145,11 @@ async def test_a_wait_that_is_cancelled_leaves_the_queue():
     launches = Launches(1)
     launches.fleet.open()
     launches.submit(0)
-    asking = asyncio.create_task(launches.fleet.acquire(uid(5), RequestNeeds(0, 1)))
+    acquire_task = asyncio.create_task(launches.fleet.acquire(uid(5), RequestNeeds(0, 1)))
     await asyncio.sleep(0)
-    asking.cancel()
+    acquire_task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asking
+        await acquire_task
     assert len(launches.fleet.queue) == 0
 
 
@@ -157,13 +157,13 @@ async def test_a_reservation_of_a_cancelled_wait_goes_to_the_next():
     launches = Launches(1)
     launches.fleet.open()
     launches.submit(0, 1)
-    asking = asyncio.create_task(launches.fleet.acquire(uid(5), RequestNeeds(0, 1)))
+    acquire_task = asyncio.create_task(launches.fleet.acquire(uid(5), RequestNeeds(0, 1)))
     await asyncio.sleep(0)
     launches.fleet.release(uid(0), tokens=0)
     assert launches.fleet.engine_of == {uid(5): 0}
-    asking.cancel()
+    acquire_task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asking
+        await acquire_task
     assert launches.fleet.engine_of == {uid(1): 0}
 
 
@@ -199,10 +199,10 @@ async def test_abort_all_passes_engines_that_cannot_be_reached_and_waits_until_a
     fleet.dispatch()
     assert set(fleet.engine_of.values()) == {0, 1}
     await fleet.abort(fleet.engine_of)
-    emptied = asyncio.create_task(fleet.wait_until_empty())
+    wait_task = asyncio.create_task(fleet.wait_until_empty())
     await asyncio.sleep(0)
     fleet.close()
-    for asked in list(fleet.engine_of):
-        assert not emptied.done()
-        fleet.release(asked, tokens=0)
-    await asyncio.wait_for(emptied, 1)
+    for running_uid in list(fleet.engine_of):
+        assert not wait_task.done()
+        fleet.release(running_uid, tokens=0)
+    await asyncio.wait_for(wait_task, 1)

@@ -1,8 +1,8 @@
-"""The complete rollout on the virtual clock: random histories, drawn and shrunk by Hypothesis.
+"""Invariants of the complete rollout on the virtual clock, under random histories by Hypothesis.
 
 A history is a shape (rule, sizes, lengths, failures) and a list of moves: steps, publishes that
-move samples, engines that are lost and join, pauses, checkpoints and kills. What the rollout may
-never do is checked after each move, from outside: with the samples it gives and the log it writes.
+move samples, engines that are lost and join, pauses, checkpoints and kills. After each move the
+invariants are checked from outside: on the samples that the rollout returns and on its log.
 """
 
 import asyncio
@@ -41,11 +41,11 @@ from rollick.testing.fakes import prompt
 from rollick.types import PolicyVersion, Request, Sampling, frozen_array
 
 HISTORIES = 500
-"""Over all rules, in the quick tests; ten times as many in the slow ones. The ledger's own
-invariants have a thousand more."""
-LONGEST = 24
+"""Number over all rules in the quick tests; the slow tests have ten times as many. Another 1000
+test the ledger alone (test_ledger_invariants.py)."""
+MAX_TOKENS = 24
 PROMPT = frozen_array([1, 2, 3, 4], np.int32)
-SAMPLING = Sampling(max_tokens=LONGEST)
+SAMPLING = Sampling(max_tokens=MAX_TOKENS)
 MOVES = {
     "step": 8,
     "step and move": 2,
@@ -80,7 +80,7 @@ class Shape:
     longest_first: bool
     tail: float
     seed: int
-    keeps: bool = False
+    keeps_cache: bool = False
     """Whether caches are kept at a publish."""
 
     @property
@@ -117,13 +117,13 @@ def shapes(rule):
         longest_first=st.booleans(),
         tail=st.sampled_from([1, 4, 20]),
         seed=st.integers(0, 1000),
-        keeps=st.booleans(),
+        keeps_cache=st.booleans(),
     )
 
 
 def moves():
     names = [name for name, weight in MOVES.items() for _ in range(weight)]
-    # Hypothesis favours some numbers of a range; scattered, they favour no move.
+    # Hypothesis favours some numbers of a range. The factor spreads them over all moves.
     name = st.integers(0, 2**16).map(lambda number: names[number * 7919 % len(names)])
     return st.lists(st.tuples(name, st.integers(0, 7)), min_size=4, max_size=12)
 
@@ -134,7 +134,7 @@ class Killed(Exception):
 
 @dataclass
 class RolloutModel:
-    """What is known beside the rollout, and what a kill takes back to the checkpoint."""
+    """The expected state of the run. A kill sets it back to the checkpoint."""
 
     version: int
     step: int
@@ -146,7 +146,7 @@ class History:
         self.shape = shape
         self.horizon = ceil(shape.staleness)
         self.drops = shape.drops
-        self.lengths = Lengths(shape.seed, log_normal(4, shape.tail), LONGEST)
+        self.lengths = Lengths(shape.seed, log_normal(4, shape.tail), MAX_TOKENS)
         self.environment = Latencies(shape.seed, log_normal(0.5, 10))
         rewards = Latencies(shape.seed, log_normal(0.3, 10), "reward")
         self.reward = SimulatedReward(rewards, seed=shape.seed, failed=shape.failed)
@@ -156,53 +156,54 @@ class History:
         self.saved = (None, [], deepcopy(self.model))
         self.prompt_of: dict[int, str] = {}
         self.engines = []
-        self.restarts = self.drawn = self.owed = 0
-        self.is_dead = True
+        self.restarts = self.drawn = self.refills_due = 0
+        self.is_killed = True
         self.rollout = None
         self.seen = Counter()
 
     async def play(self, moves):
-        """All moves; each kill restarts the rollout."""
-        left = list(moves)
-        while left:
+        """Make all moves; restore the rollout after each kill. Returns events, batches and time."""
+        remaining = list(moves)
+        while remaining:
             try:
-                await self.live(left)
+                await self.live(remaining)
             except Killed:
-                self.come_back()
+                self.prepare_restart()
         await self.drain()
         return self.events, self.batches, asyncio.get_running_loop().time()
 
-    async def live(self, left):
-        async with self.opened():
-            while left:
-                name, number = left.pop(0)
+    async def live(self, remaining):
+        """Make moves until one of them kills the run."""
+        async with self.open_rollout():
+            while remaining:
+                name, number = remaining.pop(0)
                 self.seen[name] += 1
                 await getattr(self, name.replace(" ", "_"))(number)
                 self.check()
 
     async def drain(self):
-        """No deadlock: whatever happened before, if nothing is dropped any more, batches come."""
+        """Check for deadlocks: if no further group is dropped, three more batches can be taken."""
         self.drops = 0.0
         for _ in range(2):
             try:
-                async with self.opened():
+                async with self.open_rollout():
                     for _ in range(3):
                         await self.step(1)
                         self.check()
                     return
             except Killed:
-                # The checkpoint was of a step in which too much had been dropped.
-                self.come_back()
+                # The step of the checkpoint had reached its drop limit.
+                self.prepare_restart()
         raise AssertionError("no batch comes any more")
 
-    def opened(self):
-        """The rollout from the last checkpoint to the next kill."""
+    def open_rollout(self):
+        """Open the rollout from the last checkpoint, until the next kill."""
         state, groups, model = self.saved
         self.model = deepcopy(model)
         self.engines = [self.new_engine() for _ in range(self.shape.engines)]
         started = started_since(LogContents(tuple(self.events)), model.step)
         self.record(RunRestored(model.step))
-        return Opened(
+        return OpenRollout(
             self,
             Rollout.open(
                 self.deps(),
@@ -219,7 +220,7 @@ class History:
             episode=self.episode,
             score=self.reward.score,
             stuck_after_s=1000,
-            drop_reason=self.signal,
+            drop_reason=self.find_drop_reason,
             find_prompt=lambda uid: prompt(uid=uid),
             record_event=self.record,
         )
@@ -238,31 +239,34 @@ class History:
         self.drawn += 1
         return prompt(uid=f"restart {self.restarts}, draw {self.drawn}")
 
-    async def episode(self, uid, of, access):
-        """Some turns, with an environment between them; a turn's length follows from its id."""
+    async def episode(self, uid, sample_prompt, access):
+        """Generate the turns, with an environment call between them. The ids of the sample and the
+        turn determine its length."""
         drawn = []
         for turn in range(self.shape.turns):
             if turn:
                 with access.activity("environment"):
                     await asyncio.sleep(self.environment.seconds(uid, turn))
-            before = np.concatenate([PROMPT, *(one.token_ids for one in drawn)], dtype=np.int32)
+            before = np.concatenate([PROMPT, *(part.token_ids for part in drawn)], dtype=np.int32)
             request = Request(uid, before, SAMPLING, stream=turn, group=uid.group)
             drawn.append(await access.generate(request))
-        complete_one = replace(
+        joined_completion = replace(
             drawn[-1],
-            token_ids=np.concatenate([one.token_ids for one in drawn]),
-            logprobs=np.concatenate([one.logprobs for one in drawn]),
-            versions=np.concatenate([one.versions for one in drawn]),
+            token_ids=np.concatenate([part.token_ids for part in drawn]),
+            logprobs=np.concatenate([part.logprobs for part in drawn]),
+            versions=np.concatenate([part.versions for part in drawn]),
             kept_cache=self.check_flags(drawn),
         )
-        return make_sample(of, PROMPT, completion=complete_one, temperature=1.0, text="")
+        return make_sample(
+            sample_prompt, PROMPT, completion=joined_completion, temperature=1.0, text=""
+        )
 
     def check_flags(self, drawn):
-        """The flags of all turns. A turn begins over a cache of its own version; one that no engine
-        lost and not moved is flagged from the first publish on."""
+        """Join the kept_cache flags of all turns. A turn starts with a cache of its own version, so
+        only tokens of later versions may be flagged."""
         for turn in drawn:
             if turn.kept_cache is not None:
-                assert self.shape.keeps
+                assert self.shape.keeps_cache
                 assert len(turn.kept_cache) == len(turn.versions)
                 assert (turn.versions[turn.kept_cache] > turn.versions[0]).all()
         self.seen["flagged"] += any(turn.kept_cache is not None for turn in drawn)
@@ -272,56 +276,56 @@ class History:
         ]
         return np.concatenate(flags)
 
-    def signal(self, group):
+    def find_drop_reason(self, group):
         chance = uniform(self.shape.seed, "drop", group.uid)
         return "no_signal" if chance < self.drops else None
 
     def record(self, event):
-        """The log, which ends with a kill; opening a rollout starts and restarts groups. A drop is
-        refilled before anything else happens."""
-        if self.is_dead and not isinstance(event, RunRestored | GroupStarted | GroupRestarted):
+        """Append an event to the log. A killed run records nothing; a restore may start groups.
+        Checks that a dropped group is refilled before any other event."""
+        if self.is_killed and not isinstance(event, RunRestored | GroupStarted | GroupRestarted):
             return
         self.events.append(event)
         self.seen["dropped as " + event.reason if isinstance(event, GroupDropped) else ""] += 1
         match event:
             case GroupStarted(group, name):
                 assert self.prompt_of.setdefault(group, name) == name, "a kill changed a prompt"
-                self.owed = max(0, self.owed - 1)
+                self.refills_due = max(0, self.refills_due - 1)
             case GroupRestarted():
-                # The place of a group that was dropped may be that of one which was put off.
-                self.owed = max(0, self.owed - 1)
+                # A deferred group may restart in the slot of the dropped one.
+                self.refills_due = max(0, self.refills_due - 1)
             case GroupDropped(_, "no_signal"):
                 ledger = self.rollout.ledger
                 allowed = self.shape.config.drops_allowed
                 refills = self.rollout.fleet.is_open and not ledger.in_long_round
-                self.owed += ledger.state()["drops_in_step"] < allowed and refills
+                self.refills_due += ledger.state()["drops_in_step"] < allowed and refills
             case _:
-                assert self.owed == 0, "a dropped group was not refilled at once"
+                assert self.refills_due == 0, "a dropped group was not refilled at once"
 
     async def step(self, number, *, moves=False, skips=False):
         try:
             groups = await self.take(None if number else 1)
         except NoSignalError:
             await self.give_up()
-        made = PolicyVersion(self.model.version + (not skips))
+        new_version = PolicyVersion(self.model.version + (not skips))
         await asyncio.sleep(0.3 * number)
         if moves:
             await self.rollout.interrupt()
             assert self.rollout.fleet.engine_of == {}
-        self.rollout.trained(groups, made)
-        await self.publish(made)
+        self.rollout.trained(groups, new_version)
+        await self.publish(new_version)
         self.model.trained += [group.uid for group in groups]
         if moves:
             self.rollout.resume_admission()
 
     async def publish(self, version):
         for engine in self.engines:
-            await engine.commit_shared(version, keep_cache=self.shape.keeps)
+            await engine.commit_shared(version, keep_cache=self.shape.keeps_cache)
         self.rollout.published(version)
         self.model.version = version
 
     async def give_up(self):
-        """As a pipeline does when no group has a signal: it saves, and is resumed."""
+        """Save and restart, as a pipeline does when no group has a signal."""
         self.rollout.reset_step_counters()
         await self.save(0)
         raise Killed
@@ -392,12 +396,12 @@ class History:
         await asyncio.sleep(0.3 * number)
         raise Killed
 
-    def come_back(self):
+    def prepare_restart(self):
         self.restarts += 1
-        self.owed = 0
+        self.refills_due = 0
 
     def check_batch(self, groups, count):
-        """Completeness, and the bound on ages, token by token."""
+        """Check that the batch is complete and that no token is too old."""
         shape, version = self.shape, self.model.version
         uids = [group.uid for group in groups]
         assert uids == sorted(set(uids))
@@ -423,8 +427,8 @@ class History:
         sample = member.sample
         assert sample.uid.group == group.uid
         turns = range(self.shape.turns)
-        wanted = sum(self.lengths.tokens(sample.uid, turn) for turn in turns)
-        assert sample.response_length == wanted, "aborts and losses neither cut nor double"
+        expected = sum(self.lengths.tokens(sample.uid, turn) for turn in turns)
+        assert sample.response_length == expected, "aborts and losses neither cut nor double"
         versions = sample.versions[len(PROMPT) :]
         assert (np.diff(versions) >= 0).all()
         assert versions.max() <= self.model.version
@@ -433,10 +437,10 @@ class History:
         self.seen["as old as it may be"] += self.horizon > 0 and oldest in trained
         assert (trained >= oldest).all(), "a token is too old"
         if self.shape.rule is not StalenessRule.MASK_STALE_TOKENS:
-            assert len(trained) == (wanted if member.score.ok else 0)
+            assert len(trained) == (expected if member.score.ok else 0)
 
     def check(self):
-        """The law of conservation, in the ledger and over the log; all places are used."""
+        """Check the conservation law in the ledger and in the log, and that all slots are used."""
         ledger = self.rollout.ledger
         check_ledger(ledger)
         counts = ledger_counts(ledger)
@@ -452,80 +456,85 @@ class History:
         assert not (self.rollout.fleet.is_open and ledger.may_start()), "a place is empty"
         if self.shape.rule is StalenessRule.LONG_ROUNDS:
             self.check_rounds(counts)
-        under_way = sorted(uid for live in ledger.active_groups() for uid in live.unfinished())
-        assert sorted(self.rollout._samples.activities(under_way)) == under_way
-        assert set(self.rollout.fleet.engine_of) <= set(under_way) | self.rollout_leavers()
+        unfinished_uids = sorted(
+            uid for live in ledger.active_groups() for uid in live.unfinished()
+        )
+        assert sorted(self.rollout._samples.activities(unfinished_uids)) == unfinished_uids
+        assert (
+            set(self.rollout.fleet.engine_of) <= set(unfinished_uids) | self.find_leaving_samples()
+        )
 
     def check_rounds(self, counts):
-        """Nothing is dropped or deferred twice, and no group waits that could start."""
+        """Check that late groups are deferred once, not dropped, and restart when they can."""
         ledger, samples = self.rollout.ledger, self.rollout._samples
         assert set(counts.dropped_by_reason) <= {"no_signal"}
         events = effective_events(LogContents(tuple(self.events)))
-        parks = Counter(event.group for event in events if isinstance(event, GroupDeferred))
-        assert set(parks.values()) <= {1}
+        defer_counts = Counter(event.group for event in events if isinstance(event, GroupDeferred))
+        assert set(defer_counts.values()) <= {1}
         deferred = ledger.deferred_groups()
         if self.rollout.fleet.is_open and ledger.may_restart_deferred():
             assert not samples.has_stopped(deferred[0].uid), "a long round is not begun"
         assert len(deferred) < self.shape.groups or ledger.in_long_round
 
-    def rollout_leavers(self):
-        """Samples that are cancelled or put off: their engine has not let go of them yet."""
+    def find_leaving_samples(self):
+        """Cancelled or deferred samples that are still on their engine."""
         names = {task.get_name() for task in asyncio.all_tasks() if task.cancelling()}
         has_stopped = self.rollout._samples.has_stopped
-        on = self.rollout.fleet.engine_of
-        return {uid for uid in on if str(uid) in names or not has_stopped(uid.group)}
+        engine_numbers = self.rollout.fleet.engine_of
+        return {uid for uid in engine_numbers if str(uid) in names or not has_stopped(uid.group)}
 
 
-class Opened:
-    """The block between two kills: after a kill no event is recorded."""
+class OpenRollout:
+    """The context of a rollout between two kills. Its exit stops the recording of events."""
 
     def __init__(self, history, rollout):
         self.history = history
-        self.block = rollout
+        self.rollout_context = rollout
 
     async def __aenter__(self):
         history = self.history
-        history.rollout = await self.block.__aenter__()
-        history.is_dead = False
+        history.rollout = await self.rollout_context.__aenter__()
+        history.is_killed = False
         history.check()
 
     async def __aexit__(self, *error):
         history = self.history
-        history.is_dead = True
-        await self.block.__aexit__(*error)
+        history.is_killed = True
+        await self.rollout_context.__aexit__(*error)
         assert history.rollout.fleet.engine_of == {}
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 def play(shape, moves):
+    """Run a history on the virtual clock. Returns its result and counts of what occurred in it."""
     history = History(shape)
     return run_virtual(history.play(moves)), history.seen
 
 
 def draw_histories(rule, count, run):
-    bounds = settings(
+    hypothesis_settings = settings(
         max_examples=count,
         derandomize=True,
         database=None,
         deadline=None,
         report_multiple_bugs=False,
     )
-    bounds(given(shape=shapes(rule), moves=moves())(run))()
+    hypothesis_settings(given(shape=shapes(rule), moves=moves())(run))()
 
 
 def play_histories(rule, count):
-    """Plays them, and checks that they had everything in them that they are meant to have."""
+    """Run `count` histories and check that every move and situation occurred in one of them."""
     seen = Counter()
     draw_histories(rule, count, lambda shape, moves: seen.update(play(shape, moves)[1]))
-    wanted = {*MOVES, "drawn by two versions", "as old as it may be", "dropped as no_signal"}
-    wanted |= {"flagged"}
+    expected = {*MOVES, "drawn by two versions", "as old as it may be", "dropped as no_signal"}
+    expected |= {"flagged"}
     reasons = {
         StalenessRule.DROP_STALE: "dropped as stale",
         StalenessRule.FIRST_FINISHED: "dropped as surplus",
     }
-    wanted |= {reasons[rule]} if rule in reasons else set()
-    wanted |= {"long groups"} if rule is StalenessRule.LONG_ROUNDS else set()
-    assert wanted - {name for name, times in seen.items() if times} == set()
+    expected |= {reasons[rule]} if rule in reasons else set()
+    expected |= {"long groups"} if rule is StalenessRule.LONG_ROUNDS else set()
+    assert expected - {name for name, times in seen.items() if times} == set()
 
 
 @pytest.mark.parametrize("rule", StalenessRule)
@@ -571,7 +580,7 @@ def test_the_same_history_twice_is_identical(rule):
 
 
 def test_without_staleness_the_batches_are_those_of_a_plain_synchronous_loop():
-    """Ids, order and lengths, with drops that are refilled and slow samples that are waited for."""
+    """Compares ids and their order. Some groups are dropped and refilled, some samples are slow."""
     shape = Shape(
         rule=StalenessRule.MUST_TAKE,
         groups=4,
@@ -594,14 +603,14 @@ def test_without_staleness_the_batches_are_those_of_a_plain_synchronous_loop():
     steps = [("step", number % 3 + 1) for number in range(20)]
     _, batches, _ = run_virtual(history.play(steps))
 
-    plain, uid = [], 0
+    sync_batches, uid = [], 0
     for _ in range(20):
         batch = []
         while len(batch) < shape.groups:
             if uniform(shape.seed, "drop", uid) >= shape.drops:
                 batch.append((uid, [*range(shape.size)]))
             uid += 1
-        plain.append(batch)
-    assert batches[:20] == plain
+        sync_batches.append(batch)
+    assert batches[:20] == sync_batches
     assert history.seen["dropped as no_signal"] > 20
     assert history.seen["drawn by two versions"] == 0

@@ -1,4 +1,4 @@
-"""The length predictor: cases by hand, worlds that it was made for, and its state."""
+"""The length predictor: cases computed by hand, log-normal samples, and its state."""
 
 import json
 import random
@@ -51,35 +51,37 @@ def test_a_sample_that_drew_nothing_counts_as_one_token():
     assert predictor.predict("p", "math") == 1
 
 
-def world(*, prompts, samples, spread_between, spread_within):
-    """Prompts with a median of their own about 200 tokens, and `samples` draws of each."""
+def simulate_lengths(*, prompts, samples, spread_between, spread_within):
+    """The log-medians of prompts around 200 tokens, and `samples` lengths of each prompt."""
     rng = random.Random(0)
     medians = {f"p{n}": log(200) + rng.gauss(0, spread_between) for n in range(prompts)}
-    drawn = [
+    samples_of_prompts = [
         (uid, round(exp(median + rng.gauss(0, spread_within))))
         for _ in range(samples)
         for uid, median in medians.items()
     ]
-    return medians, drawn
+    return medians, samples_of_prompts
 
 
-def draw(predictor, **shape):
-    medians, drawn = world(**shape)
-    for uid, tokens in drawn:
+def update_predictor(predictor, **shape):
+    medians, samples_of_prompts = simulate_lengths(**shape)
+    for uid, tokens in samples_of_prompts:
         predictor.update(uid, "math", tokens)
     return medians
 
 
 def test_an_unseen_prompt_is_expected_at_the_mean_of_its_domain():
     predictor = LengthPredictor(initial=5000)
-    draw(predictor, prompts=400, samples=4, spread_between=0.6, spread_within=0.5)
+    update_predictor(predictor, prompts=400, samples=4, spread_between=0.6, spread_within=0.5)
     mean = 200 * exp((0.6**2 + 0.5**2) / 2)
     assert predictor.predict("new", "math") == pytest.approx(mean, rel=0.1)
 
 
 def test_where_prompts_differ_each_is_expected_at_its_own_length():
     predictor = LengthPredictor(initial=200)
-    medians = draw(predictor, prompts=300, samples=4, spread_between=1.0, spread_within=0.2)
+    medians = update_predictor(
+        predictor, prompts=300, samples=4, spread_between=1.0, spread_within=0.2
+    )
     errors = [
         abs(log(predictor.predict(uid, "math")) - median - 0.2**2 / 2)
         for uid, median in medians.items()
@@ -89,7 +91,7 @@ def test_where_prompts_differ_each_is_expected_at_its_own_length():
 
 def test_if_prompts_do_not_differ_short_samples_hardly_change_a_prediction():
     predictor = LengthPredictor(initial=200)
-    draw(predictor, prompts=500, samples=4, spread_between=0.0, spread_within=0.5)
+    update_predictor(predictor, prompts=500, samples=4, spread_between=0.0, spread_within=0.5)
     usual = predictor.predict("new", "math")
     for _ in range(2):
         predictor.update("lucky", "math", 20)
@@ -99,9 +101,9 @@ def test_if_prompts_do_not_differ_short_samples_hardly_change_a_prediction():
 def test_shrinkage_beats_the_domain_mean_and_the_prompts_own_mean():
     predictor = LengthPredictor(initial=200)
     shape = {"prompts": 500, "samples": 2, "spread_between": 0.5, "spread_within": 0.5}
-    medians = draw(predictor, **shape)
+    medians = update_predictor(predictor, **shape)
     own: dict[str, list[float]] = {}
-    for uid, tokens in world(**shape)[1]:
+    for uid, tokens in simulate_lengths(**shape)[1]:
         own.setdefault(uid, []).append(log(tokens))
 
     def error(predict):
@@ -114,7 +116,7 @@ def test_shrinkage_beats_the_domain_mean_and_the_prompts_own_mean():
 
 def test_a_finished_member_changes_the_prediction_for_its_group():
     predictor = LengthPredictor(initial=200)
-    draw(predictor, prompts=300, samples=2, spread_between=1.0, spread_within=0.3)
+    update_predictor(predictor, prompts=300, samples=2, spread_between=1.0, spread_within=0.3)
     before = predictor.predict("fresh", "math")
     predictor.update("fresh", "math", 2000)
     assert predictor.predict("fresh", "math") > 4 * before
@@ -131,7 +133,7 @@ def test_lengths_that_grow_with_training_are_followed():
 
 def test_predictions_follow_a_prompt_whose_samples_grow():
     predictor = LengthPredictor(initial=200)
-    draw(predictor, prompts=300, samples=4, spread_between=1.0, spread_within=0.2)
+    update_predictor(predictor, prompts=300, samples=4, spread_between=1.0, spread_within=0.2)
     for length, samples in ((100, 200), (1000, 96)):
         for _ in range(samples):
             predictor.update("p", "math", length)
@@ -173,7 +175,7 @@ def test_a_restored_predictor_drops_entries_beyond_its_own_limit():
 
 def test_the_state_of_a_prompt_is_short():
     predictor = LengthPredictor(initial=100)
-    draw(predictor, prompts=1000, samples=3, spread_between=0.5, spread_within=0.5)
+    update_predictor(predictor, prompts=1000, samples=3, spread_between=0.5, spread_within=0.5)
     assert len(json.dumps(predictor.state(), separators=(",", ":"))) < 20 * 1000
 
 

@@ -1,5 +1,5 @@
-"""When failed scores stop a run, and with which exit code: a server that does not answer is worth a
-retry, a broken reward is not."""
+"""Failed scores that stop a run, and its exit code: EXIT_RETRY if a server was unavailable,
+EXIT_MISTAKE if a reward is broken."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rollick.types import Score, ScoredSample, ScoreStatus
 
 CONFIG = RolloutConfig(groups_per_step=2, group_size=5, max_failed_scores=0.2)
 GOOD, BROKEN = Score(1.0), Score.failed("a bug")
-AWAY = Score.failed("no judge", status=ScoreStatus.UNAVAILABLE)
+UNREACHABLE = Score.failed("no judge", status=ScoreStatus.UNAVAILABLE)
 
 
-def check(scores: Sequence[Score]) -> None:
+def check_scores(scores: Sequence[Score]) -> None:
     window = StepWindow()
     for score in scores:
         window.add(ScoredSample(sample("4"), score), generate_s=1.0, reward_s=1.0)
@@ -28,15 +28,15 @@ def check(scores: Sequence[Score]) -> None:
 
 
 def test_a_step_may_have_a_few_samples_without_a_score() -> None:
-    check([GOOD] * 8 + [AWAY, BROKEN])
+    check_scores([GOOD] * 8 + [UNREACHABLE, BROKEN])
 
 
 @pytest.mark.parametrize(
     ("failures", "error", "code"),
     [
-        ([AWAY] * 3, ServiceUnavailable, EXIT_RETRY),
-        ([BROKEN] * 2 + [AWAY] * 3, ServiceUnavailable, EXIT_RETRY),
-        ([BROKEN] * 3 + [AWAY] * 3, RewardError, EXIT_MISTAKE),
+        ([UNREACHABLE] * 3, ServiceUnavailable, EXIT_RETRY),
+        ([BROKEN] * 2 + [UNREACHABLE] * 3, ServiceUnavailable, EXIT_RETRY),
+        ([BROKEN] * 3 + [UNREACHABLE] * 3, RewardError, EXIT_MISTAKE),
         ([BROKEN] * 3, RewardError, EXIT_MISTAKE),
     ],
 )
@@ -45,12 +45,14 @@ def test_the_exit_code_says_whether_a_lost_server_is_to_blame(
 ) -> None:
     scores = [*failures, *[GOOD] * (10 - len(failures))]
     with pytest.raises(error, match=f"{len(failures)} of 10 samples of step 3") as caught:
-        check(scores)
+        check_scores(scores)
     assert caught.value.exit_code == code
     assert ("no judge" in str(caught.value)) == (code == EXIT_RETRY)
 
 
-@pytest.mark.parametrize(("failure", "error"), [(AWAY, ServiceUnavailable), (BROKEN, RewardError)])
+@pytest.mark.parametrize(
+    ("failure", "error"), [(UNREACHABLE, ServiceUnavailable), (BROKEN, RewardError)]
+)
 def test_an_error_budget_that_a_lost_server_exceeds_is_worth_a_retry(
     failure: Score, error: type[RollickError]
 ) -> None:

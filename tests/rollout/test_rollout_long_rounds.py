@@ -1,4 +1,4 @@
-"""Long rounds: what is late is put off, started again with its like, and trained on."""
+"""Long rounds: late groups are deferred, restarted together and trained on."""
 
 import asyncio
 import json
@@ -24,11 +24,12 @@ from rollick.types import PolicyVersion, SampleId, Sampling, Score
 LONG = 40
 SHORT = 4
 STEP = step_time(1.0)
-"""A token a second."""
+"""Every step takes a second, so each sample gets one token per second."""
 
 
 class Run:
-    """Two groups of two a step, one more in flight; the first sample of groups 1 and 3 is long."""
+    """A run with two groups of two samples a step and one surplus group. The first samples of
+    groups 1 and 3 are long."""
 
     def __init__(self, **settings):
         sizes = {"groups_per_step": 2, "group_size": 2, "surplus_groups": 1}
@@ -106,17 +107,21 @@ def test_late_groups_are_trained_on_in_a_round_of_their_own_with_fresh_tokens():
                 stats.metrics["rollout/deferred"],
             ) == (2, 0, 0)
             assert stats.metrics["rollout/long_length"] == (LONG + SHORT) / 2
-            drawn = {v for group in groups for s in group.samples for v in s.versions[s.loss_mask]}
-            assert drawn == {2}
+            token_versions = {
+                v for group in groups for s in group.samples for v in s.versions[s.loss_mask]
+            }
+            assert token_versions == {2}
             assert (await run.step(rollout))[0] == [6, 7]
         assert set(run.reported.values()) == {1}
         return run
 
     run = run_virtual(main())
-    deferred = [(uid, end - begin) for uid, what, begin, end in run.spans if what is DEFERRED]
+    deferred = [
+        (uid, end - begin) for uid, activity, begin, end in run.spans if activity is DEFERRED
+    ]
     assert deferred == [((1, 0), 4.0), ((3, 0), 0.0)], "both rounds were over at second 8"
-    again = {uid: times for (uid, _), times in run.streams.items()}
-    assert again[SampleId(1, 0)] == 2, "the same sample draws with the same random numbers"
+    request_counts = {uid: count for (uid, _), count in run.streams.items()}
+    assert request_counts[SampleId(1, 0)] == 2, "the same sample draws with the same random numbers"
 
 
 def test_with_staleness_a_step_does_not_wait_for_deferred_groups():
@@ -182,10 +187,10 @@ def test_every_prompt_is_trained_on_where_first_finished_drops_the_long_ones(sta
         rollout = {"staleness_rule": rule, "surplus_groups": surplus}
         return simulate(scenario.change(rollout=rollout))
 
-    drops, puts_off = run("first_finished", 4), run("long_rounds", 4)
-    assert not puts_off.dropped
-    assert puts_off.deferred >= 8 > puts_off.deferred_waiting
-    assert drops.length_bias < 2 * puts_off.length_bias - 0.02
-    assert puts_off.age_max <= staleness
+    first_finished, long_rounds = run("first_finished", 4), run("long_rounds", 4)
+    assert not long_rounds.dropped
+    assert long_rounds.deferred >= 8 > long_rounds.deferred_waiting
+    assert first_finished.length_bias < 2 * long_rounds.length_bias - 0.02
+    assert long_rounds.age_max <= staleness
     if not staleness:
-        assert puts_off.step_s < run("must_take", 0).step_s
+        assert long_rounds.step_s < run("must_take", 0).step_s

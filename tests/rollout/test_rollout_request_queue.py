@@ -1,4 +1,4 @@
-"""The waiting requests: their order as a table, and the queue as a sorted list."""
+"""The request queue: the order of requests, and a comparison with a sorted list."""
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +9,7 @@ from rollick.types import SampleId
 
 
 def drain(queue):
-    """All that waits, in order, by group number."""
+    """Pop all requests; returns their groups in order."""
     popped = []
     while (first := queue.pop()) is not None:
         popped.append(first[0].group)
@@ -32,7 +32,7 @@ def put(queue, group, *, deadline=0, tokens=1.0, order="oldest", started=False):
     ],
 )
 def test_requests_are_ordered_by_deadline_then_started_then_longest(first, second):
-    # The ids favour the second, so only the rule can put the first one first.
+    # `second` has the smaller id, so only the rule can put `first` before it.
     queue = RequestQueue()
     put(queue, 1, **second)
     put(queue, 2, **first)

@@ -1,4 +1,4 @@
-"""The rollout on fake engines: what a batch contains, and what stops a run."""
+"""The rollout on fake engines: the contents of batches, and the errors that stop a run."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ from rollick.testing.fakes import prompt
 from rollick.types import PolicyVersion, SampleId, Sampling, Score
 
 
-def numbered_prompts():
+def make_numbered_prompts():
     numbers = count()
 
     def draw():
@@ -36,27 +36,27 @@ def numbered_prompts():
     return draw
 
 
-async def by_index(sample):
+async def score_by_index(sample):
     """Members of a group score 0, 1, 2, …"""
     return Score(float(sample.uid.index))
 
 
-def spread(group):
+def drop_equal_scores(group):
     """The reason to drop a group with equal scores."""
     values = [member.score.value for member in group.members if member.score.ok]
     return None if len(set(values)) > 1 else "no_signal"
 
 
 @asynccontextmanager
-async def opened(engines, *, version=0, saved=None, **settings):
+async def open_rollout(engines, *, version=0, saved=None, **settings):
     """A rollout of 2 groups of 2; settings are those of RolloutDeps and of its config."""
     names = {field.name for field in fields(RolloutDeps)}
     deps = {
-        "next_prompt": numbered_prompts(),
+        "next_prompt": make_numbered_prompts(),
         "episode": single_turn(FakeCodec(), Sampling(max_tokens=8), seed=1),
-        "score": by_index,
+        "score": score_by_index,
         "stuck_after_s": 20.0,
-        "drop_reason": spread,
+        "drop_reason": drop_equal_scores,
         **{name: settings.pop(name) for name in names & settings.keys()},
     }
     config = RolloutConfig(**{"groups_per_step": 2, "group_size": 2, **settings})
@@ -67,7 +67,7 @@ async def opened(engines, *, version=0, saved=None, **settings):
 
 
 async def train(rollout, groups, engines=()):
-    """What a pipeline does with a batch: train, publish, tell."""
+    """Train on a batch and publish the new version, as a pipeline does."""
     version = PolicyVersion(rollout.version + 1)
     rollout.trained(groups, version)
     for engine in engines:
@@ -75,30 +75,30 @@ async def train(rollout, groups, engines=()):
     rollout.published(version)
 
 
-async def until(condition):
-    """Waits for something that is about to happen."""
+async def wait_until(condition):
+    """Waits until the condition holds."""
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110  (any condition, not an event)
             await asyncio.sleep(0.001)
 
 
-def by_uid(seconds):
-    """Latency by sample id; 0 for those not named."""
+def make_latency(seconds):
+    """A latency function from seconds by sample id; other samples take no time."""
     return lambda request: seconds.get(tuple(request.uid), 0.0)
 
 
-def ids(groups):
+def group_ids(groups):
     return [group.uid for group in groups]
 
 
-def only_this_task():
+def has_only_this_task():
     return asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_a_batch_has_scored_groups_in_the_order_of_ids():
-    async with opened([FakeEngine(seconds=by_uid({(0, 0): 0.02}))]) as rollout:
+    async with open_rollout([FakeEngine(seconds=make_latency({(0, 0): 0.02}))]) as rollout:
         groups = await rollout.take()
-    assert ids(groups) == [0, 1]
+    assert group_ids(groups) == [0, 1]
     assert [group.scores for group in groups] == [(0, 1), (0, 1)]
     assert [group.prompt.uid for group in groups] == ["toy/0", "toy/1"]
     assert [s.uid for s in groups[1].samples] == [SampleId(1, 0), SampleId(1, 1)]
@@ -107,7 +107,7 @@ async def test_a_batch_has_scored_groups_in_the_order_of_ids():
 
 async def test_without_staleness_nothing_starts_between_a_batch_and_its_publishing():
     engine = FakeEngine()
-    async with opened([engine]) as rollout:
+    async with open_rollout([engine]) as rollout:
         groups = await rollout.take()
         rollout.trained(groups, 1)
         await asyncio.sleep(0.01)
@@ -116,14 +116,14 @@ async def test_without_staleness_nothing_starts_between_a_batch_and_its_publishi
         rollout.published(1)
         later = await rollout.take()
         assert len(engine.requests) == 8
-    assert ids(later) == [2, 3]
+    assert group_ids(later) == [2, 3]
     assert {group.start_version for group in later} == {1}
     assert {v for group in later for s in group.samples for v in s.versions[s.loss_mask]} == {1}
 
 
 @pytest.mark.parametrize("seed", range(6))
 async def test_without_staleness_the_batch_does_not_depend_on_the_order_of_completion(seed):
-    """Groups whose number is divisible by 3 have no signal, whenever that is found out."""
+    """Groups whose number is divisible by 3 have no signal, in any order of completion."""
 
     async def score(sample):
         number = sample.prompt.row["number"]
@@ -132,15 +132,15 @@ async def test_without_staleness_the_batch_does_not_depend_on_the_order_of_compl
     async def run(seconds):
         batches = []
         engines = [FakeEngine(seconds=seconds, slots=3) for _ in range(2)]
-        async with opened(engines, score=score, groups_per_step=4) as rollout:
+        async with open_rollout(engines, score=score, groups_per_step=4) as rollout:
             for _ in range(2):
                 groups = await rollout.take()
                 batches.append([(s.uid, s.text) for group in groups for s in group.samples])
                 await train(rollout, groups, engines)
         return batches
 
-    shuffled = random.Random(seed)
-    batches = await run(lambda request: shuffled.random() * 0.004)
+    latency_rng = random.Random(seed)
+    batches = await run(lambda request: latency_rng.random() * 0.004)
     assert [uid.group for uid, _ in batches[0]] == [1, 1, 2, 2, 4, 4, 5, 5]
     assert batches == await run(0.0)
 
@@ -150,11 +150,11 @@ async def test_a_dropped_group_is_counted_and_refilled_one_for_one():
         return Score(float(sample.uid.index) if sample.uid.group >= 3 else 1.0)
 
     engine = FakeEngine()
-    async with opened([engine], score=score) as rollout:
+    async with open_rollout([engine], score=score) as rollout:
         groups = await rollout.take()
         counts = ledger_counts(rollout.ledger)
         stats = rollout.stats
-    assert ids(groups) == [3, 4]
+    assert group_ids(groups) == [3, 4]
     assert counts.dropped_by_reason == {"no_signal": 3}
     assert len(engine.requests) == 10
     assert stats.dropped == {"no_signal": 3}
@@ -167,20 +167,20 @@ async def test_groups_without_signal_are_kept_without_a_drop_reason():
     async def score(sample):
         return Score(1.0)
 
-    async with opened([FakeEngine()], score=score, drop_reason=None) as rollout:
-        assert ids(await rollout.take()) == [0, 1]
+    async with open_rollout([FakeEngine()], score=score, drop_reason=None) as rollout:
+        assert group_ids(await rollout.take()) == [0, 1]
 
 
 async def test_after_the_allowed_drops_the_batch_is_smaller():
     async def score(sample):
         return Score(float(sample.uid.index) if sample.uid.group == 1 else 1.0)
 
-    async with opened([FakeEngine()], score=score, max_drops_per_step=3) as rollout:
+    async with open_rollout([FakeEngine()], score=score, max_drops_per_step=3) as rollout:
         groups = await rollout.take()
         dropped = rollout.stats.dropped
         await train(rollout, groups)
         assert rollout.ledger.state()["drops_in_step"] == 0
-    assert ids(groups) == [1]
+    assert group_ids(groups) == [1]
     assert dropped == {"no_signal": 4}
 
 
@@ -189,7 +189,7 @@ async def test_a_step_without_any_signal_raises_with_the_mean_score():
         return Score(0.25)
 
     with pytest.raises(StuckError, match=r"all 5 groups .* mean score 0.25") as stuck:
-        async with opened([FakeEngine()], score=score, max_drops_per_step=3) as rollout:
+        async with open_rollout([FakeEngine()], score=score, max_drops_per_step=3) as rollout:
             await rollout.take()
     assert "easier prompts" in stuck.value.fix
 
@@ -198,9 +198,9 @@ async def test_failed_scores_are_members_but_masked_and_counted():
     async def score(sample):
         if sample.uid == (1, 2):
             return Score.failed("the judge is down")
-        return await by_index(sample)
+        return await score_by_index(sample)
 
-    async with opened([FakeEngine()], score=score, group_size=3) as rollout:
+    async with open_rollout([FakeEngine()], score=score, group_size=3) as rollout:
         groups = await rollout.take()
         stats = rollout.stats
     masked = groups[1].members[2]
@@ -218,7 +218,9 @@ async def test_too_many_failed_scores_stop_the_run_with_the_first_failure():
         return Score.failed("no route to judge") if failed else Score(float(sample.uid.group))
 
     with pytest.raises(RewardError, match=r"2 of 4 samples of step 1 .* g0.0: no route to judge"):
-        async with opened([FakeEngine()], score=score, drop_reason=lambda group: None) as rollout:
+        async with open_rollout(
+            [FakeEngine()], score=score, drop_reason=lambda group: None
+        ) as rollout:
             await rollout.take()
 
 
@@ -228,7 +230,7 @@ async def test_a_reward_that_always_fails_stops_the_run_after_one_step_of_sample
 
     engine = FakeEngine(seconds=0.001, slots=2)
     with pytest.raises(RewardError, match="no route to judge"):
-        async with opened([engine], score=score, max_drops_per_step=1000) as rollout:
+        async with open_rollout([engine], score=score, max_drops_per_step=1000) as rollout:
             await rollout.take()
     assert len(engine.requests) < 20
 
@@ -238,18 +240,18 @@ async def test_a_sample_is_scored_the_moment_it_ends():
 
     async def score(sample):
         scored.append(tuple(sample.uid))
-        return await by_index(sample)
+        return await score_by_index(sample)
 
-    engine = FakeEngine(seconds=by_uid({(0, 0): math.inf}))
-    async with opened([engine], score=score):
-        await until(lambda: len(scored) == 3)
+    engine = FakeEngine(seconds=make_latency({(0, 0): math.inf}))
+    async with open_rollout([engine], score=score):
+        await wait_until(lambda: len(scored) == 3)
     assert sorted(scored) == [(0, 1), (1, 0), (1, 1)]
 
 
 async def test_a_freed_slot_is_refilled_while_other_samples_still_run():
-    engine = FakeEngine(seconds=by_uid({(0, 0): math.inf}), slots=2)
-    async with opened([engine], groups_per_step=4):
-        await until(lambda: len(engine.requests) == 8 and engine.load().running == 1)
+    engine = FakeEngine(seconds=make_latency({(0, 0): math.inf}), slots=2)
+    async with open_rollout([engine], groups_per_step=4):
+        await wait_until(lambda: len(engine.requests) == 8 and engine.load().running == 1)
     assert engine.peak <= 4
 
 
@@ -259,26 +261,26 @@ async def test_a_sample_that_is_being_scored_holds_no_slot():
         raise AssertionError
 
     engine = FakeEngine(slots=1)
-    async with opened([engine], score=score, groups_per_step=4) as rollout:
-        await until(lambda: len(engine.requests) == 8)
+    async with open_rollout([engine], score=score, groups_per_step=4) as rollout:
+        await wait_until(lambda: len(engine.requests) == 8)
         assert ledger_counts(rollout.ledger).samples.running == 8
 
 
 async def test_samples_that_no_engine_has_room_for_stay_with_the_controller():
     engine = FakeEngine(seconds=math.inf, slots=1)
-    async with opened([engine], groups_per_step=3) as rollout:
-        await until(lambda: len(engine.requests) == 2)
+    async with open_rollout([engine], groups_per_step=3) as rollout:
+        await wait_until(lambda: len(engine.requests) == 2)
         assert ledger_counts(rollout.ledger).samples.waiting == 4
     assert len(engine.requests) == 2
-    assert only_this_task()
+    assert has_only_this_task()
 
 
 async def test_a_wait_that_is_too_long_names_what_it_waits_for():
-    engine = FakeEngine(seconds=by_uid({(1, 1): math.inf}))
+    engine = FakeEngine(seconds=make_latency({(1, 1): math.inf}))
     with pytest.raises(
         StuckError, match=r"step 1 waits for group 1: sample 1 generating on engine 0 for 0.\d+ s"
     ):
-        async with opened([engine], stuck_after_s=0.1) as rollout:
+        async with open_rollout([engine], stuck_after_s=0.1) as rollout:
             await rollout.take()
     assert engine.aborted == [(1, 1)]
 
@@ -291,11 +293,11 @@ async def test_a_wait_for_a_reward_is_named_too_and_long_lists_are_cut():
     with pytest.raises(
         StuckError, match=r"sample 0 being scored .*; group 1: .*; and 2 more samples"
     ):
-        async with opened(
+        async with open_rollout(
             [FakeEngine()], score=score, groups_per_step=3, stuck_after_s=0.1
         ) as rollout:
             await rollout.take()
-    assert only_this_task()
+    assert has_only_this_task()
 
 
 @pytest.mark.parametrize("slow", ["engine", "reward"])
@@ -304,62 +306,64 @@ async def test_events_of_samples_put_the_deadline_off(slow):
 
     async def score(sample):
         await asyncio.sleep(seconds[tuple(sample.uid)] if slow == "reward" else 0)
-        return await by_index(sample)
+        return await score_by_index(sample)
 
-    async with opened(
-        [FakeEngine(seconds=by_uid(seconds) if slow == "engine" else 0.0)],
+    async with open_rollout(
+        [FakeEngine(seconds=make_latency(seconds) if slow == "engine" else 0.0)],
         score=score,
         groups_per_step=1,
         group_size=4,
         stuck_after_s=0.4,
     ) as rollout:
-        assert ids(await rollout.take()) == [0]
+        assert group_ids(await rollout.take()) == [0]
 
 
 async def test_a_long_sample_whose_tokens_grow_is_not_stuck():
     engine = FakeEngine(reply=lambda request: "abcdefgh", seconds=1.2)
-    async with opened([engine], stuck_after_s=0.6) as rollout:
-        assert ids(await rollout.take()) == [0, 1]
+    async with open_rollout([engine], stuck_after_s=0.6) as rollout:
+        assert group_ids(await rollout.take()) == [0, 1]
 
 
 async def test_an_engine_that_stops_in_the_middle_of_a_sample_is_stuck():
     engine = FakeEngine(reply=lambda request: "abcdefgh", seconds=0.4)
-    async with opened([engine], stuck_after_s=0.3) as rollout:
-        await until(lambda: engine.generated_tokens >= 8)
+    async with open_rollout([engine], stuck_after_s=0.3) as rollout:
+        await wait_until(lambda: engine.generated_tokens >= 8)
         await engine.pause()
         with pytest.raises(StuckError, match="generating on engine 0"):
             await rollout.take()
 
 
 async def test_a_tool_that_works_within_its_own_limit_is_not_stuck():
-    answer = single_turn(FakeCodec(), Sampling(max_tokens=8), seed=1)
+    run_episode = single_turn(FakeCodec(), Sampling(max_tokens=8), seed=1)
 
-    async def searches(uid, of, access):
+    async def run_search(uid, sample_prompt, access):
         with access.activity("tool search", limit_s=30):
             await asyncio.sleep(0.4)
-        return await answer(uid, of, access)
+        return await run_episode(uid, sample_prompt, access)
 
-    async with opened([FakeEngine()], episode=searches, stuck_after_s=0.1) as rollout:
-        assert ids(await rollout.take()) == [0, 1]
+    async with open_rollout([FakeEngine()], episode=run_search, stuck_after_s=0.1) as rollout:
+        assert group_ids(await rollout.take()) == [0, 1]
 
 
 async def test_a_tool_that_outlasts_its_own_limit_is_stuck():
-    async def searches(uid, of, access):
+    async def run_search(uid, sample_prompt, access):
         with access.activity("tool search", limit_s=0.3):
             await asyncio.sleep(math.inf)
 
     with pytest.raises(StuckError, match=r"in tool search for 0\.\d+ s"):
-        async with opened([FakeEngine()], episode=searches, stuck_after_s=0.1) as rollout:
+        async with open_rollout([FakeEngine()], episode=run_search, stuck_after_s=0.1) as rollout:
             await rollout.take()
 
 
 async def test_a_reward_that_works_within_its_own_limit_is_not_stuck():
     async def score(sample):
         await asyncio.sleep(0.4)
-        return await by_index(sample)
+        return await score_by_index(sample)
 
-    async with opened([FakeEngine()], score=score, stuck_after_s=0.1, score_limit_s=30) as rollout:
-        assert ids(await rollout.take()) == [0, 1]
+    async with open_rollout(
+        [FakeEngine()], score=score, stuck_after_s=0.1, score_limit_s=30
+    ) as rollout:
+        assert group_ids(await rollout.take()) == [0, 1]
 
 
 async def test_a_reward_that_outlasts_its_own_limit_is_stuck():
@@ -367,30 +371,30 @@ async def test_a_reward_that_outlasts_its_own_limit_is_stuck():
         await asyncio.sleep(math.inf)
 
     with pytest.raises(StuckError, match=r"being scored for 0\.\d+ s"):
-        async with opened(
+        async with open_rollout(
             [FakeEngine()], score=score, stuck_after_s=0.1, score_limit_s=0.2
         ) as rollout:
             await rollout.take()
 
 
 async def test_a_take_that_waits_for_a_publish_is_named():
-    async with opened([FakeEngine()], stuck_after_s=0.05) as rollout:
+    async with open_rollout([FakeEngine()], stuck_after_s=0.05) as rollout:
         rollout.trained(await rollout.take(), 1)
         with pytest.raises(StuckError, match="step 2 waits for version 1 to be published"):
             await rollout.take()
 
 
 async def test_an_engine_that_dies_is_the_one_root_cause():
-    died = EngineError("engine 0 died", fix="see its log")
+    failure = EngineError("engine 0 died", fix="see its log")
     engine = FakeEngine(seconds=0.005)
-    engine.fail_with = died
+    engine.fail_with = failure
     other = FakeEngine(seconds=math.inf)
     with pytest.raises(EngineError) as raised:
-        async with opened([engine, other]) as rollout:
+        async with open_rollout([engine, other]) as rollout:
             await rollout.take()
-    assert raised.value is died
+    assert raised.value is failure
     assert len(other.aborted) == len(other.requests)
-    assert only_this_task()
+    assert has_only_this_task()
 
 
 async def test_a_failure_that_take_did_not_raise_is_raised_at_the_end():
@@ -398,7 +402,7 @@ async def test_a_failure_that_take_did_not_raise_is_raised_at_the_end():
         raise EngineError("the scorer is gone")
 
     with pytest.raises(EngineError, match="the scorer is gone"):
-        async with opened([FakeEngine()], score=score):
+        async with open_rollout([FakeEngine()], score=score):
             await asyncio.sleep(0.02)
 
 
@@ -406,59 +410,59 @@ async def test_an_error_of_the_block_is_raised_unchanged_and_nothing_is_left():
     engine = FakeEngine(seconds=math.inf)
 
     async def run():
-        async with opened([engine]):
-            await until(lambda: len(engine.requests) == 4)
+        async with open_rollout([engine]):
+            await wait_until(lambda: len(engine.requests) == 4)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         await run()
     assert sorted(engine.aborted) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert only_this_task()
+    assert has_only_this_task()
 
 
 async def test_leaving_aborts_running_requests():
     engine = FakeEngine(seconds=math.inf)
-    async with opened([engine]):
-        await until(lambda: len(engine.requests) == 4)
+    async with open_rollout([engine]):
+        await wait_until(lambda: len(engine.requests) == 4)
     assert len(engine.aborted) == 4
     assert engine.load().running == 0
-    assert only_this_task()
+    assert has_only_this_task()
 
 
 async def test_a_cancelled_run_leaves_nothing_behind():
     engine = FakeEngine(seconds=math.inf)
 
     async def run():
-        async with opened([engine]) as rollout:
+        async with open_rollout([engine]) as rollout:
             await rollout.take()
 
     task = asyncio.create_task(run())
-    await until(lambda: len(engine.requests) == 4)
+    await wait_until(lambda: len(engine.requests) == 4)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert len(engine.aborted) == 4
-    assert only_this_task()
+    assert has_only_this_task()
 
 
 async def test_no_engine_is_refused():
     with pytest.raises(EngineError, match="no engine"):
-        async with opened([]):
+        async with open_rollout([]):
             pass
 
 
 async def test_with_staleness_one_tokens_are_at_most_one_version_old_and_know_it():
-    """Group 1's second sample is still drawn when version 1 is published."""
-    engine = FakeEngine(reply=lambda request: "abcd", seconds=by_uid({(1, 1): 0.4}))
-    async with opened([engine], max_staleness=1) as rollout:
+    """The second sample of group 1 is still being generated when version 1 is published."""
+    engine = FakeEngine(reply=lambda request: "abcd", seconds=make_latency({(1, 1): 0.4}))
+    async with open_rollout([engine], max_staleness=1) as rollout:
         first = await rollout.take()
-        assert ids(first) == [0, 2]
+        assert group_ids(first) == [0, 2]
         assert rollout.stats.metrics["rollout/age_max"] == 0
-        await until(lambda: engine.generated_tokens >= 7 * 4 + 1)
+        await wait_until(lambda: engine.generated_tokens >= 7 * 4 + 1)
         await train(rollout, first, [engine])
         second = await rollout.take()
         stats = rollout.stats
-        assert ids(second) == [1, 3]
+        assert group_ids(second) == [1, 3]
         versions = second[0].samples[1].versions[2:].tolist()
         assert versions == sorted(versions)
         assert set(versions) == {0, 1}
@@ -466,47 +470,45 @@ async def test_with_staleness_one_tokens_are_at_most_one_version_old_and_know_it
         assert 0 < stats.metrics["rollout/age_mean"] <= 1
         await train(rollout, second, [engine])
         third = await rollout.take()
-    assert ids(third) == [4, 5]
+    assert group_ids(third) == [4, 5]
     assert {group.start_version for group in third} == {1}
     assert rollout.stats.metrics["rollout/age_mean"] == 1
 
 
 @pytest.mark.parametrize("staleness", [0, 0.5, 1, 2])
 async def test_nothing_is_lost_and_no_token_too_old_over_many_steps(staleness):
-    chance = random.Random(5)
-    engines = [
-        FakeEngine(seconds=lambda request: chance.random() * 0.01, slots=2) for _ in range(2)
-    ]
+    rng = random.Random(5)
+    engines = [FakeEngine(seconds=lambda request: rng.random() * 0.01, slots=2) for _ in range(2)]
 
     async def score(sample):
         await asyncio.sleep(0.001 * sample.uid.index)
         return Score(float(sample.uid.index * (sample.uid.group % 4 > 0)))
 
-    seen = []
-    async with opened(engines, score=score, max_staleness=staleness) as rollout:
+    trained_ids = []
+    async with open_rollout(engines, score=score, max_staleness=staleness) as rollout:
         for _ in range(12):
             groups = await rollout.take()
             assert len(groups) == 2
             assert rollout.stats.metrics["rollout/age_max"] <= math.ceil(staleness)
-            seen += ids(groups)
+            trained_ids += group_ids(groups)
             await train(rollout, groups, engines)
             check_ledger(rollout.ledger)
         counts = ledger_counts(rollout.ledger).groups
-    assert len(set(seen)) == 24
-    assert not any(uid % 4 == 0 for uid in seen)
+    assert len(set(trained_ids)) == 24
+    assert not any(uid % 4 == 0 for uid in trained_ids)
     assert counts.trained == 24
     assert counts.submitted == counts.trained + counts.dropped + counts.waiting + counts.running
 
 
 async def test_a_token_that_is_too_old_is_refused():
     with pytest.raises(LedgerError, match="2 versions old"):
-        async with opened([FakeEngine(version=0)], version=2) as rollout:
+        async with open_rollout([FakeEngine(version=0)], version=2) as rollout:
             await rollout.take()
 
 
 async def test_paused_admission_starts_nothing_and_is_reported():
     engine = FakeEngine()
-    async with opened([engine], stuck_after_s=0.05) as rollout:
+    async with open_rollout([engine], stuck_after_s=0.05) as rollout:
         groups = await rollout.take()
         rollout.pause_admission()
         await train(rollout, groups, [engine])
@@ -514,42 +516,44 @@ async def test_paused_admission_starts_nothing_and_is_reported():
             await rollout.take()
         assert len(engine.requests) == 4
         rollout.resume_admission()
-        assert ids(await rollout.take()) == [2, 3]
+        assert group_ids(await rollout.take()) == [2, 3]
 
 
 async def test_interrupted_samples_continue_with_their_tokens_after_admission_resumes():
     engine = FakeEngine(reply=lambda request: "abcd", seconds=0.4)
-    async with opened([engine]) as rollout:
-        await until(lambda: engine.generated_tokens >= 4)
+    async with open_rollout([engine]) as rollout:
+        await wait_until(lambda: engine.generated_tokens >= 4)
         await rollout.interrupt()
         await engine.sleep()
-        drawn = engine.generated_tokens
+        num_generated = engine.generated_tokens
         rollout.resume_admission()
         groups = await rollout.take()
     assert [s.text for group in groups for s in group.samples] == ["abcd"] * 4
-    assert 4 <= drawn < 16
+    assert 4 <= num_generated < 16
     assert engine.generated_tokens == 16
     assert len(engine.requests) == 8
 
 
 async def test_samples_that_are_moved_at_a_publish_have_tokens_of_both_versions():
     """Group 1 runs on a slow engine when version 1 is published, and continues on a fast one."""
-    slow = FakeEngine(reply=lambda request: "abcd", seconds=by_uid({(1, 0): 2.0, (1, 1): 2.0}))
+    slow = FakeEngine(
+        reply=lambda request: "abcd", seconds=make_latency({(1, 0): 2.0, (1, 1): 2.0})
+    )
     quick = FakeEngine(reply=lambda request: "abcd")
-    async with opened([slow], max_staleness=1, groups_per_step=1) as rollout:
+    async with open_rollout([slow], max_staleness=1, groups_per_step=1) as rollout:
         first = await rollout.take()
-        await until(lambda: slow.generated_tokens >= 8 + 2)
+        await wait_until(lambda: slow.generated_tokens >= 8 + 2)
         rollout.fleet.add(quick)
         await rollout.interrupt()
         rollout.fleet.remove(0)
-        drawn = slow.generated_tokens - 8
+        num_generated = slow.generated_tokens - 8
         await train(rollout, first, [quick])
         rollout.resume_admission()
         (second,) = await rollout.take()
         stats = rollout.stats
     carried = {r.uid: len(r.continue_from.token_ids) for r in quick.requests if r.uid.group == 1}
     assert (second.uid, second.start_version) == (1, 0)
-    assert sum(carried.values()) == drawn
+    assert sum(carried.values()) == num_generated
     for moved in second.samples:
         kept = carried[moved.uid]
         assert kept < 4
@@ -560,24 +564,24 @@ async def test_samples_that_are_moved_at_a_publish_have_tokens_of_both_versions(
 
 async def test_interrupt_finds_samples_that_were_sent_in_the_same_iteration():
     engine = FakeEngine(seconds=math.inf)
-    async with opened([engine], stuck_after_s=1.0) as rollout:
+    async with open_rollout([engine], stuck_after_s=1.0) as rollout:
         await rollout.interrupt()
         assert engine.requests == []
         assert rollout.fleet.engine_of == {}
         rollout.resume_admission()
-        await until(lambda: len(engine.requests) == 4)
+        await wait_until(lambda: len(engine.requests) == 4)
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
 async def test_samples_of_a_lost_engine_are_trained_once_under_the_same_ids(staleness):
     engines = [FakeEngine(seconds=0.02, slots=2) for _ in range(3)]
     events, trained = [], []
-    async with opened(
+    async with open_rollout(
         engines, max_staleness=staleness, groups_per_step=4, record_event=events.append
     ) as rollout:
         for step in range(6):
             if step in (1, 3):
-                await until(lambda: engines[0].load().running > 0)
+                await wait_until(lambda: engines[0].load().running > 0)
                 engines.pop(0).lose()
             groups = await rollout.take()
             trained += [s.uid for group in groups for s in group.samples]
@@ -595,41 +599,41 @@ async def test_the_loss_of_all_engines_ends_the_run():
     engine = FakeEngine(seconds=math.inf)
 
     async def run():
-        async with opened([engine]) as rollout:
-            await until(lambda: len(engine.requests) == 4)
+        async with open_rollout([engine]) as rollout:
+            await wait_until(lambda: len(engine.requests) == 4)
             engine.lose()
             await rollout.take()
 
     with pytest.raises(EngineLost, match="the fake engine is gone"):
         await run()
-    assert only_this_task()
+    assert has_only_this_task()
 
 
 async def test_an_engine_that_joins_later_gets_work():
     first, second = FakeEngine(seconds=math.inf, slots=1), FakeEngine(slots=1)
-    async with opened([first], engine_queue=0, groups_per_step=3) as rollout:
-        await until(lambda: len(first.requests) == 1)
+    async with open_rollout([first], engine_queue=0, groups_per_step=3) as rollout:
+        await wait_until(lambda: len(first.requests) == 1)
         rollout.fleet.add(second)
-        await until(lambda: len(second.requests) == 5)
+        await wait_until(lambda: len(second.requests) == 5)
     assert {r.uid for r in second.requests}.isdisjoint({r.uid for r in first.requests})
 
 
 async def test_the_wait_for_an_engine_that_hangs_names_it_among_others():
-    hangs = FakeEngine(seconds=math.inf, slots=1)
+    hanging_engine = FakeEngine(seconds=math.inf, slots=1)
     with pytest.raises(StuckError, match=r"group 0: sample 1 generating on engine 1 for"):
-        async with opened(
-            [FakeEngine(slots=1), hangs], engine_queue=0, stuck_after_s=0.1
+        async with open_rollout(
+            [FakeEngine(slots=1), hanging_engine], engine_queue=0, stuck_after_s=0.1
         ) as rollout:
             await rollout.take()
 
 
 async def test_a_wait_names_the_tool_that_a_sample_is_in():
-    async def searches(uid, of, access):
+    async def run_search(uid, sample_prompt, access):
         with access.activity("tool search"):
             await asyncio.sleep(math.inf)
 
-    async with opened([FakeEngine()], episode=searches, groups_per_step=1) as rollout:
-        await until(lambda: "tool search" in rollout.describe_waits())
+    async with open_rollout([FakeEngine()], episode=run_search, groups_per_step=1) as rollout:
+        await wait_until(lambda: "tool search" in rollout.describe_waits())
         assert re.fullmatch(
             r"group 0: sample 0 in tool search for \S+ s, sample 1 in tool search for \S+ s",
             rollout.describe_waits(),
@@ -640,11 +644,11 @@ async def test_a_wait_names_the_tool_that_a_sample_is_in():
 
 async def test_spares_that_were_not_needed_are_counted():
     """Of three samples the first two make the group; the third never ends."""
-    engine = FakeEngine(seconds=by_uid({(0, 2): math.inf, (1, 0): math.inf}))
-    async with opened([engine], spare_samples=1) as rollout:
+    engine = FakeEngine(seconds=make_latency({(0, 2): math.inf, (1, 0): math.inf}))
+    async with open_rollout([engine], spare_samples=1) as rollout:
         groups = await rollout.take()
         stats = rollout.stats
-        await until(lambda: engine.load().running == 0)
+        await wait_until(lambda: engine.load().running == 0)
         assert rollout.fleet.engine_of == {}
     assert [[s.uid.index for s in group.samples] for group in groups] == [[0, 1], [1, 2]]
     assert stats.metrics["rollout/cancelled"] == 2
@@ -653,14 +657,14 @@ async def test_spares_that_were_not_needed_are_counted():
 
 
 async def test_the_bias_of_dropping_stale_groups_is_measured():
-    """Group 1 takes two versions for its second sample, so that it is dropped with its first."""
+    """The second sample of group 1 never ends, so the group is dropped with its first sample."""
     letters = {0: "aa", 1: "bbbbbbbb"}
     engine = FakeEngine(
         reply=lambda request: letters.get(request.uid.group, "cccc"),
-        seconds=by_uid({(1, 1): math.inf}),
+        seconds=make_latency({(1, 1): math.inf}),
     )
     scored_groups = []
-    async with opened(
+    async with open_rollout(
         [engine],
         max_staleness=1,
         staleness_rule="drop_stale",
@@ -678,7 +682,7 @@ async def test_the_bias_of_dropping_stale_groups_is_measured():
         stats.metrics["rollout/bias/length_kept"],
         stats.metrics["rollout/bias/length_dropped"],
     ) == (4, 8)
-    # Kept: 4, 4; shed: 8 (score 0).
+    # Kept: 4, 4; dropped: 8 (score 0).
     assert stats.metrics["rollout/bias/length"] == pytest.approx(4 - 16 / 3)
     assert (stats.metrics["score/trained"], stats.metrics["rollout/bias/score_dropped"]) == (0.5, 0)
     assert stats.metrics["rollout/bias/score"] == pytest.approx(0.5 - 1 / 3)
@@ -689,8 +693,8 @@ async def test_the_bias_of_dropping_stale_groups_is_measured():
 
 
 async def test_masked_tokens_are_counted():
-    engine = FakeEngine(reply=lambda request: "abcd", seconds=by_uid({(1, 1): 0.2}))
-    async with opened(
+    engine = FakeEngine(reply=lambda request: "abcd", seconds=make_latency({(1, 1): 0.2}))
+    async with open_rollout(
         [engine], staleness_rule="mask_stale_tokens", max_staleness=0.5, group_size=2
     ) as rollout:
         masked = trained = 0
@@ -705,36 +709,36 @@ async def test_masked_tokens_are_counted():
 
 
 async def test_groups_of_the_log_start_again_with_their_prompts_and_then_new_ones_follow():
-    """The checkpoint knows groups 0 and 1; the log has 2 and 3 beside them."""
+    """The checkpoint has groups 0 and 1; the log also has 2 and 3."""
     engine = FakeEngine()
-    async with opened([engine]) as rollout:
+    async with open_rollout([engine]) as rollout:
         groups = await rollout.take()
         state, saved = rollout.state(), rollout.untrained()
         await train(rollout, groups, [engine])
-    actual = []
+    requested_uids = []
 
     def find(uid):
-        actual.append(uid)
+        requested_uids.append(uid)
         return prompt(uid=uid)
 
-    again = FakeEngine()
-    pairs = [(0, "toy/0"), (1, "toy/1"), (2, "old/2"), (3, "old/3")]
-    async with opened(
-        [again], saved=SavedRollout(state, saved, pairs), find_prompt=find
+    resumed_engine = FakeEngine()
+    started_groups = [(0, "toy/0"), (1, "toy/1"), (2, "old/2"), (3, "old/3")]
+    async with open_rollout(
+        [resumed_engine], saved=SavedRollout(state, saved, started_groups), find_prompt=find
     ) as rollout:
         batches = []
         for _ in range(3):
             batch = await rollout.take()
             batches.append([(group.uid, group.prompt.uid) for group in batch])
-            await train(rollout, batch, [again])
+            await train(rollout, batch, [resumed_engine])
     assert batches[0] == [(0, "toy/0"), (1, "toy/1")]
     assert batches[1] == [(2, "old/2"), (3, "old/3")]
     assert batches[2] == [(4, "toy/0"), (5, "toy/1")]
-    assert actual == ["old/2", "old/3"]
+    assert requested_uids == ["old/2", "old/3"]
 
 
 async def test_without_a_checkpoint_the_groups_of_the_log_start_again_too():
-    async with opened(
+    async with open_rollout(
         [FakeEngine()],
         saved=SavedRollout(started=[(0, "old/0")]),
         find_prompt=lambda uid: prompt(uid=uid),
@@ -744,60 +748,66 @@ async def test_without_a_checkpoint_the_groups_of_the_log_start_again_too():
 
 
 async def test_a_resumed_run_samples_groups_in_flight_again_under_the_same_ids():
-    engine = FakeEngine(seconds=by_uid({(1, 1): math.inf, (2, 0): math.inf, (2, 1): math.inf}))
-    async with opened([engine], groups_per_step=3) as rollout:
-        await until(
+    engine = FakeEngine(
+        seconds=make_latency({(1, 1): math.inf, (2, 0): math.inf, (2, 1): math.inf})
+    )
+    async with open_rollout([engine], groups_per_step=3) as rollout:
+        await wait_until(
             lambda: len(rollout.untrained()) == 2 and len(rollout.untrained()[0].members) == 2
         )
-        await until(lambda: len(rollout.untrained()[1].members) == 1)
+        await wait_until(lambda: len(rollout.untrained()[1].members) == 1)
         state = json.loads(json.dumps(rollout.state()))
         saved = rollout.untrained()
     assert [(g.uid, len(g.members)) for g in saved] == [(0, 2), (1, 1)]
 
-    again = FakeEngine()
-    drawn_before = {r.uid: r.stream for r in engine.requests}
-    async with opened([again], groups_per_step=3, saved=SavedRollout(state, saved)) as rollout:
+    resumed_engine = FakeEngine()
+    streams_before = {r.uid: r.stream for r in engine.requests}
+    async with open_rollout(
+        [resumed_engine], groups_per_step=3, saved=SavedRollout(state, saved)
+    ) as rollout:
         groups = await rollout.take()
         assert ledger_counts(rollout.ledger).groups.submitted == 3
-        # What was scored before counts in the step's figures too: scores are 0 and 1.
+        # Samples scored before the save count in the step's metrics too: scores are 0 and 1.
         assert rollout.stats.metrics["rollout/domain/toy/samples"] == 6
         assert rollout.stats.metrics["score/mean"] == 0.5
-    assert ids(groups) == [0, 1, 2]
+    assert group_ids(groups) == [0, 1, 2]
     assert groups[0] is saved[0]
     assert groups[1].members[0] is saved[1].members[0]
     assert [group.prompt.uid for group in groups] == ["toy/0", "toy/1", "toy/2"]
-    assert {r.uid: r.stream for r in again.requests} == {
-        uid: drawn_before[uid] for uid in [(1, 1), (2, 0), (2, 1)]
+    assert {r.uid: r.stream for r in resumed_engine.requests} == {
+        uid: streams_before[uid] for uid in [(1, 1), (2, 0), (2, 1)]
     }
 
 
 async def test_a_resumed_run_without_its_finished_samples_is_refused():
-    async with opened([FakeEngine()]) as rollout:
+    async with open_rollout([FakeEngine()]) as rollout:
         await rollout.take()
         state = rollout.state()
     with pytest.raises(CheckpointError, match=r"samples \[0, 1\] of group 0"):
-        async with opened([FakeEngine()], saved=SavedRollout(state)):
+        async with open_rollout([FakeEngine()], saved=SavedRollout(state)):
             pass
 
 
 async def test_a_run_cannot_be_resumed_with_less_staleness_than_its_samples_have():
     engine = FakeEngine()
-    async with opened([engine], max_staleness=1) as rollout:
-        await until(lambda: count_complete(rollout.ledger) == 4)
+    async with open_rollout([engine], max_staleness=1) as rollout:
+        await wait_until(lambda: count_complete(rollout.ledger) == 4)
         await train(rollout, await rollout.take(), [engine])
         state, saved = rollout.state(), rollout.untrained()
     with pytest.raises(CheckpointError, match=r"1 versions old.*resume with rollout.max_staleness"):
-        async with opened([FakeEngine(version=1)], saved=SavedRollout(state, saved), version=1):
+        async with open_rollout(
+            [FakeEngine(version=1)], saved=SavedRollout(state, saved), version=1
+        ):
             pass
 
 
 async def test_an_interrupted_and_resumed_run_trains_the_same_batches():
-    async def run(stops):
+    async def run(steps_per_run):
         batches, state, saved, version = [], None, [], 0
-        prompts = numbered_prompts()
-        for steps in stops:
+        prompts = make_numbered_prompts()
+        for steps in steps_per_run:
             engine = FakeEngine(version=version)
-            async with opened(
+            async with open_rollout(
                 [engine], next_prompt=prompts, saved=SavedRollout(state, saved), version=version
             ) as rollout:
                 for _ in range(steps):
@@ -818,7 +828,7 @@ async def test_stats_cover_all_samples_that_ended_in_the_step_under_documented_n
         return Score(sample.uid.index + (1.0 if sample.prompt.domain == "words" else 0.0))
 
     engine = FakeEngine(reply=lambda request: "x" * (9 if request.uid == (0, 0) else 3))
-    async with opened([engine], score=score, next_prompt=lambda: next(prompts)) as rollout:
+    async with open_rollout([engine], score=score, next_prompt=lambda: next(prompts)) as rollout:
         assert rollout.stats.metrics["rollout/groups"] == 0
         await rollout.take()
         stats = rollout.stats
@@ -833,8 +843,8 @@ async def test_stats_cover_all_samples_that_ended_in_the_step_under_documented_n
 
 
 async def test_evaluation_gives_a_group_for_each_prompt_in_their_order():
-    shuffled = random.Random(3)
-    engines = [FakeEngine(seconds=lambda request: shuffled.random() * 0.005, slots=1)] * 2
+    latency_rng = random.Random(3)
+    engines = [FakeEngine(seconds=lambda request: latency_rng.random() * 0.005, slots=1)] * 2
     reported = []
     prompts = [prompt(f"{number}", uid=f"toy/{number}") for number in range(7)]
     async with open_prompt_sampling(
@@ -842,16 +852,18 @@ async def test_evaluation_gives_a_group_for_each_prompt_in_their_order():
         engines,
         samples=2,
         episode=single_turn(FakeCodec(), Sampling(), seed=0, purpose="eval"),
-        score=by_index,
+        score=score_by_index,
         stuck_after_s=600,
         on_progress=lambda done, total: reported.append((done, total)),
     ) as rollout:
         groups = await rollout.take()
-    assert [group.prompt.uid for group in groups] == [asked.uid for asked in prompts]
+    assert [group.prompt.uid for group in groups] == [
+        expected_prompt.uid for expected_prompt in prompts
+    ]
     assert [group.uid for group in groups] == [-1, -2, -3, -4, -5, -6, -7]
     assert all(group.scores == (0, 1) for group in groups)
     assert reported == [(done, 14) for done in range(1, 15)]
-    assert only_this_task()
+    assert has_only_this_task()
 
 
 async def test_evaluation_keeps_failed_scores_and_groups_without_signal():

@@ -1,4 +1,4 @@
-"""A rollout that draws from a stream which learns from its groups: no clock shows in it."""
+"""A rollout whose prompt stream adapts to its scored groups: timing must not change the prompts."""
 
 import asyncio
 import json
@@ -28,16 +28,16 @@ def open_stream() -> PromptStream:
     return PromptStream.open(data, seed=5, base=None, objects={"toy": rows})
 
 
-async def by_rate(sample: Sample) -> Score:
-    """Passes at its prompt's rate, by the sample's id alone."""
+async def score_by_rate(sample: Sample) -> Score:
+    """1 with the probability of the prompt's rate, else 0; depends only on the sample's id."""
     return Score(float(stable_hash(*sample.uid) % 1000 / 1000 < sample.prompt.row["rate"]))
 
 
-def drop_equal(group: Group) -> str | None:
+def drop_equal_scores(group: Group) -> str | None:
     return None if len(set(group.scores)) > 1 else "no_signal"
 
 
-async def run(
+async def run_rollout(
     stream: PromptStream,
     *,
     steps: int,
@@ -56,9 +56,9 @@ async def run(
         config=RolloutConfig(groups_per_step=4, group_size=4),
         next_prompt=stream.next,
         episode=single_turn(FakeCodec(), Sampling(max_tokens=4), seed=1),
-        score=by_rate,
+        score=score_by_rate,
         stuck_after_s=20,
-        drop_reason=drop_equal,
+        drop_reason=drop_equal_scores,
         on_group_scored=on_scored or stream.record_group,
     )
     resumed = SavedRollout(state.get("rollout"), state.get("groups", ()))
@@ -73,39 +73,47 @@ async def run(
             rollout.trained(groups, version)
             rollout.published(version)
         await asyncio.sleep(linger_s)
-        facts = {"rollout": rollout.state(), "prompts": stream.state(), "version": rollout.version}
-        return batches, json.loads(json.dumps(facts)) | {"groups": rollout.untrained()}
+        snapshot = {
+            "rollout": rollout.state(),
+            "prompts": stream.state(),
+            "version": rollout.version,
+        }
+        return batches, json.loads(json.dumps(snapshot)) | {"groups": rollout.untrained()}
 
 
-def at_random(seed: int) -> Callable[[Request], float]:
+def make_random_latency(seed: int) -> Callable[[Request], float]:
     draw = random.Random(seed)
     return lambda request: draw.random() * 0.003
 
 
 async def test_every_group_is_reported_once_whether_kept_or_dropped():
     stream, reported = open_stream(), list[Group]()
-    batches, _ = await run(stream, steps=4, seconds=lambda request: 0.0, on_scored=reported.append)
+    batches, _ = await run_rollout(
+        stream, steps=4, seconds=lambda request: 0.0, on_scored=reported.append
+    )
     kept = [uid for batch in batches for uid, _ in batch]
-    of_the_steps = sorted(
+    groups_of_steps = sorted(
         (group for group in reported if group.uid <= kept[-1]), key=lambda g: g.uid
     )
-    assert [group.uid for group in of_the_steps] == list(range(kept[-1] + 1))
-    assert [group.uid for group in of_the_steps if drop_equal(group) is None] == kept
-    assert len(kept) < len(of_the_steps), "none was dropped, so this shows nothing of it"
+    assert [group.uid for group in groups_of_steps] == list(range(kept[-1] + 1))
+    assert [group.uid for group in groups_of_steps if drop_equal_scores(group) is None] == kept
+    assert len(kept) < len(groups_of_steps), "none was dropped, so this shows nothing of it"
 
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_the_prompts_do_not_depend_on_which_group_was_scored_first(seed: int):
-    plain, _ = await run(open_stream(), steps=12, seconds=lambda request: 0.0)
-    shuffled, _ = await run(open_stream(), steps=12, seconds=at_random(seed))
+    plain, _ = await run_rollout(open_stream(), steps=12, seconds=lambda request: 0.0)
+    shuffled, _ = await run_rollout(open_stream(), steps=12, seconds=make_random_latency(seed))
     assert shuffled == plain
 
 
 @pytest.mark.parametrize("linger_s", [0.0, 0.003, 0.006])
 async def test_a_resumed_rollout_continues_with_the_same_prompts(linger_s: float):
-    full, _ = await run(open_stream(), steps=8, seconds=at_random(1))
-    first, saved = await run(open_stream(), steps=3, seconds=at_random(2), linger_s=linger_s)
+    full, _ = await run_rollout(open_stream(), steps=8, seconds=make_random_latency(1))
+    first, saved = await run_rollout(
+        open_stream(), steps=3, seconds=make_random_latency(2), linger_s=linger_s
+    )
     stream = open_stream()
     stream.restore(saved["prompts"])
-    second, _ = await run(stream, steps=5, seconds=at_random(3), saved=saved)
+    second, _ = await run_rollout(stream, steps=5, seconds=make_random_latency(3), saved=saved)
     assert first + second == full

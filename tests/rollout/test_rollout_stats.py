@@ -1,4 +1,4 @@
-"""The figures of a step: what ended, what was kept, and how the two differ."""
+"""The statistics of a step: its ended samples, its trained samples, and the bias between them."""
 
 import json
 import math
@@ -11,12 +11,12 @@ from rollick.testing.fakes import group
 from rollick.types import PolicyVersion
 
 
-def closed(window, batch, version=0):
+def make_stats(window, batch, version=0):
     return window.to_stats(batch, version=PolicyVersion(version), wait_s=0.5)
 
 
 def test_where_nothing_is_dropped_there_is_no_bias():
-    stats = closed(StepWindow(), [group([0, 1], texts=["ab", "abcd"])])
+    stats = make_stats(StepWindow(), [group([0, 1], texts=["ab", "abcd"])])
     assert (
         stats.metrics["rollout/bias/length"],
         stats.metrics["rollout/bias/score"],
@@ -29,13 +29,13 @@ def test_where_nothing_is_dropped_there_is_no_bias():
 def test_the_bias_is_the_mean_of_the_kept_minus_the_mean_of_all_that_ended():
     window = StepWindow()
     window.add_dropped(group([1, None], texts=["a" * 10, "a" * 6]).members)
-    stats = closed(window, [group([0, 1], texts=["ab", "abcd"])])
+    stats = make_stats(window, [group([0, 1], texts=["ab", "abcd"])])
     assert (
         stats.metrics["rollout/bias/length_kept"],
         stats.metrics["rollout/bias/length_dropped"],
     ) == (3, 8)
     assert stats.metrics["rollout/bias/length"] == 3 - (2 + 4 + 10 + 6) / 4
-    # A score that failed is none: kept 0 and 1, shed 1.
+    # Failed scores do not count: kept are 0 and 1, dropped is 1.
     assert stats.metrics["rollout/bias/score"] == pytest.approx(0.5 - 2 / 3)
     assert stats.metrics["rollout/bias/score_dropped"] == 1
 
@@ -46,7 +46,7 @@ def test_cancelled_samples_are_counted_with_their_share():
     for member in full.members:
         window.add(member, generate_s=1.0, reward_s=2.0)
     window.cancelled += 6
-    metrics = closed(window, [full]).metrics
+    metrics = make_stats(window, [full]).metrics
     assert metrics["rollout/cancelled"] == 6
     assert metrics["rollout/cancelled_share"] == 0.75
     assert metrics["time/sample_generate"] == 1
@@ -55,31 +55,31 @@ def test_cancelled_samples_are_counted_with_their_share():
 def test_all_metrics_have_documented_names():
     window = StepWindow()
     window.dropped["stale"] += 1
-    metrics = closed(window, [group([0, 1])]).metrics
+    metrics = make_stats(window, [group([0, 1])]).metrics
     assert {name for name in metrics if not is_documented(name)} == set()
 
 
 def test_the_sums_of_a_step_survive_a_resume():
-    window, again = StepWindow(), StepWindow()
+    window, restored = StepWindow(), StepWindow()
     for member in group([0.25, None]).members:
         window.add(member, generate_s=1.0, reward_s=0.0)
     window.dropped["surplus"] += 2
     window.add_dropped(group([1.0], texts=["abc"]).members)
     window.cancelled, window.masked_tokens = 3, 4
-    again.restore(json.loads(json.dumps(window.state())))
+    restored.restore(json.loads(json.dumps(window.state())))
     batch = [group([0, 1])]
-    assert closed(again, batch) == closed(window, batch)
-    assert closed(again, batch).dropped == {"surplus": 2}
+    assert make_stats(restored, batch) == make_stats(window, batch)
+    assert make_stats(restored, batch).dropped == {"surplus": 2}
 
 
 def test_ages_are_those_of_tokens_that_can_be_trained_on():
     batch = [group([0, 1], texts=["ab", "a"], start_version=2)]
     assert token_ages(batch, PolicyVersion(5)).tolist() == [3, 3, 3]
-    assert closed(StepWindow(), batch, version=5).metrics["rollout/age_max"] == 3
+    assert make_stats(StepWindow(), batch, version=5).metrics["rollout/age_max"] == 3
 
 
 def test_a_step_in_which_no_sample_ended_has_no_mean_length():
-    assert math.isnan(closed(StepWindow(), [group([0, 1])]).metrics["rollout/response_length"])
+    assert math.isnan(make_stats(StepWindow(), [group([0, 1])]).metrics["rollout/response_length"])
 
 
 def test_the_mean_score_does_not_depend_on_the_order_in_which_samples_end():

@@ -11,5 +11,5 @@ from rollick.sandbox.local import LocalSandbox
 
 @pytest.fixture(scope="session")
 def sandbox() -> Iterator[LocalSandbox]:
-    with LocalSandbox() as opened:
-        yield opened
+    with LocalSandbox() as local_sandbox:
+        yield local_sandbox

@@ -1,12 +1,13 @@
-"""Runs each payload and prints a line of JSON with its problems.
+"""Runs each payload and prints its problems as a line of JSON.
 
-A separate program, so that the same payloads can run as root and as an ordinary user:
+This is a separate program, so that the same payloads can run as root and as an ordinary user:
 
     payload_runner.py [NAME ...]     ->     {"name": ..., "problems": [...], "status": ..., ...}
 
 Canaries detect a payload that escapes: a secret in the environment and in a world-writable file,
-servers on the loopback and on unix sockets, and a process. After each payload they must be
-unchanged, no process of a box may remain, and a box that was idle meanwhile must be clean.
+servers on the loopback interface and on unix sockets, and a process. After each payload, the
+canaries must be unchanged, no process of a box may remain, and the next box (idle until then) must
+be clean.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ CLEAN = "import os\nprint(sorted(os.listdir('/tmp')), sorted(os.listdir('/dev'))
 
 @dataclass
 class Canaries:
-    """What a payload must not reach."""
+    """The secret, files, servers and process of the host that a payload must not reach."""
 
     folder: Path
     secret: str
@@ -51,7 +52,7 @@ class Canaries:
     def port(self) -> int:
         return self.server.getsockname()[1]
 
-    def fill(self, code: str) -> str:
+    def fill_placeholders(self, code: str) -> str:
         code = code.replace("CANARY_FOLDER", str(self.folder)).replace("CANARY_SOCKET", self.name)
         return code.replace("CANARY_PORT", str(self.port)).replace(
             "VICTIM_PID", str(self.victim.pid)
@@ -69,7 +70,7 @@ class Canaries:
 
 
 @contextlib.contextmanager
-def canaries() -> Iterator[Canaries]:
+def start_canaries() -> Iterator[Canaries]:
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
         folder = Path(name)
         folder.chmod(0o777)
@@ -87,12 +88,14 @@ def canaries() -> Iterator[Canaries]:
         victim = subprocess.Popen(
             ["sleep", "300"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        watched = Canaries(folder, secret, victim, servers[0], secret)
+        canaries = Canaries(folder, secret, victim, servers[0], secret)
         for server in servers:
             server.listen()
-            threading.Thread(target=watch, args=(server, watched.visits), daemon=True).start()
+            threading.Thread(
+                target=record_visits, args=(server, canaries.visits), daemon=True
+            ).start()
         try:
-            yield watched
+            yield canaries
         finally:
             victim.kill()
             victim.wait()
@@ -100,7 +103,7 @@ def canaries() -> Iterator[Canaries]:
                 server.close()
 
 
-def watch(server: socket.socket, visits: list[str]) -> None:
+def record_visits(server: socket.socket, visits: list[str]) -> None:
     with contextlib.suppress(OSError):
         while True:
             server.accept()
@@ -113,7 +116,7 @@ class Payload:
 
     name: str
     role: str
-    ends: tuple[str, ...]
+    statuses: tuple[str, ...]
     code: str
 
     @classmethod
@@ -125,23 +128,23 @@ class Payload:
 
 
 async def run(sandbox: LocalSandbox, payload: Payload, code: str, secrets: list[int]) -> Result:
-    limits = Limits(wall_s=SHORT_S if "timeout" in payload.ends else LONG_S)
+    limits = Limits(wall_s=SHORT_S if "timeout" in payload.statuses else LONG_S)
     if payload.role == "program":
         return await sandbox.run(Program(code, limits=limits))
     if payload.role == "cases":
         cases = [ScriptCase(str(number), str(secret)) for number, secret in enumerate(secrets)]
         result = await check_scripts(sandbox, code, cases=cases, limits=limits)
         return Result(result.status, result.isolation, outcomes=result.outcomes)
-    return await sandbox.run(Program(code, limits=limits, tests=tests_for(payload.role, secrets)))
+    return await sandbox.run(Program(code, limits=limits, tests=make_tests(payload.role, secrets)))
 
 
-def tests_for(role: str, secrets: list[int]) -> Tests:
+def make_tests(role: str, secrets: list[int]) -> Tests:
     """Tests that no candidate passes, because it does not know the secrets."""
     asserts = [f"assert answer({number}) == {secret}" for number, secret in enumerate(secrets)]
     if role == "pytest":
-        return pytest_file(asserts)
+        return make_pytest_file(asserts)
     if role == "pytest_easy":  # only the last test is hard
-        return pytest_file([*["assert answer(1) == 1"] * 40, asserts[0]])
+        return make_pytest_file([*["assert answer(1) == 1"] * 40, asserts[0]])
     if role == "parametrized":
         file = "import pytest\nfrom solution import VALUES, answer\n"
         file += '@pytest.mark.parametrize("value", VALUES)\ndef test_answer(value):\n'
@@ -155,25 +158,27 @@ def tests_for(role: str, secrets: list[int]) -> Tests:
     return Tests(tuple(asserts), entries=("answer",), shared=role == "shared")
 
 
-def pytest_file(asserts: list[str]) -> Tests:
+def make_pytest_file(asserts: list[str]) -> Tests:
     tests = [f"def test_{number}():\n    {text}\n" for number, text in enumerate(asserts)]
     return Tests(("from solution import answer\n" + "\n".join(tests),), module="solution")
 
 
-async def check(sandbox: LocalSandbox, payload: Payload, watched: Canaries) -> dict[str, object]:
+async def check_payload(
+    sandbox: LocalSandbox, payload: Payload, canaries: Canaries
+) -> dict[str, object]:
     problems: list[str] = []
     secrets = [random.randrange(10**8, 10**9) for _ in range(3)]
-    result = await run(sandbox, payload, watched.fill(payload.code), secrets)
-    if strangers := left_behind(sandbox, watched.victim.pid):
-        problems.append(f"processes were left behind: {strangers}")
-    if str(result.status) not in payload.ends:
-        problems.append(f"it ended as {result.status}, not as {payload.ends}: {result.detail}")
-    if "ESCAPED" in result.stdout or watched.secret in result.stdout + result.stderr:
+    result = await run(sandbox, payload, canaries.fill_placeholders(payload.code), secrets)
+    if leftovers := find_leftover_processes(sandbox, canaries.victim.pid):
+        problems.append(f"processes were left behind: {leftovers}")
+    if str(result.status) not in payload.statuses:
+        problems.append(f"it ended as {result.status}, not as {payload.statuses}: {result.detail}")
+    if "ESCAPED" in result.stdout or canaries.secret in result.stdout + result.stderr:
         problems.append("it escaped")
-    if payload.role == "program" and payload.ends == ("ok",) and "held" not in result.stdout:
+    if payload.role == "program" and payload.statuses == ("ok",) and "held" not in result.stdout:
         problems.append("it did not run to its end")
     if payload.role in ("shared", "pytest_easy"):
-        # With one box for both a pass can be forged, but not a number of outcomes.
+        # A candidate that shares the box of the tests can forge a pass, but not extra outcomes.
         if result.all_passed or not 1 <= len(result.outcomes) <= 41:
             problems.append(f"all tests passed, or there are too many: {len(result.outcomes)}")
     elif payload.role != "program":
@@ -181,14 +186,14 @@ async def check(sandbox: LocalSandbox, payload: Payload, watched: Canaries) -> d
             problems.append(f"a pass was forged: {result.outcomes}")
         if any(str(secret) in result.stdout for secret in secrets):
             problems.append("it found what the tests expect")
-    problems += watched.problems()
-    after = await sandbox.run(Program(CLEAN))
+    problems += canaries.problems()
+    next_result = await sandbox.run(Program(CLEAN))
     if (
-        after.status is not Status.OK
-        or not after.stdout.startswith("[] ")
-        or "TRAPPED" in after.stdout
+        next_result.status is not Status.OK
+        or not next_result.stdout.startswith("[] ")
+        or "TRAPPED" in next_result.stdout
     ):
-        problems.append(f"the next box was not clean: {after}")
+        problems.append(f"the next box was not clean: {next_result}")
     if problems:
         problems.append(f"{result.stdout[-1000:]} {result.stderr[-1000:]}")
     return {
@@ -202,33 +207,33 @@ async def check(sandbox: LocalSandbox, payload: Payload, watched: Canaries) -> d
     }
 
 
-def left_behind(sandbox: LocalSandbox, victim: int) -> list[str]:
-    """Processes with a uid of the boxes (of root's) or of this user, except idle boxes."""
+def find_leftover_processes(sandbox: LocalSandbox, victim: int) -> list[str]:
+    """Processes with a uid of the boxes (as root) or of this user, except idle boxes."""
     if os.getuid() == 0:
         first, size = uid_range(Path("/proc/self/uid_map").read_text())
         begin = first + os.getpid() * UIDS_PER_PROCESS % size
-        ours = range(begin, begin + UIDS_PER_PROCESS)
+        uids = range(begin, begin + UIDS_PER_PROCESS)
     else:
-        ours = range(os.getuid(), os.getuid() + 1)
+        uids = range(os.getuid(), os.getuid() + 1)
     parents: dict[int, int] = {}
     lines: dict[int, str] = {}
     for entry in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             status = Path(f"/proc/{int(entry)}/status").read_text()
             parents[int(entry)] = int(re.search(r"^PPid:\s+(\d+)", status, re.M)[1])
-            if int(re.search(r"^Uid:\s+(\d+)", status, re.M)[1]) in ours:
+            if int(re.search(r"^Uid:\s+(\d+)", status, re.M)[1]) in uids:
                 lines[int(entry)] = " ".join(status.split()[:4])
-    waiting = {box.process.pid for box in sandbox._idle}
+    idle_pids = {box.process.pid for box in sandbox._idle}
     guard = sandbox._starter._guard
     allowed = {os.getpid(), victim, guard.process.pid if guard else 0}
     return [
         f"{pid} {line}"
         for pid, line in lines.items()
-        if pid not in allowed and not in_family(pid, parents, waiting)
+        if pid not in allowed and not descends_from(pid, parents, idle_pids)
     ]
 
 
-def in_family(pid: int, parents: dict[int, int], roots: set[int]) -> bool:
+def descends_from(pid: int, parents: dict[int, int], roots: set[int]) -> bool:
     while pid > 1:
         if pid in roots:
             return True
@@ -238,9 +243,9 @@ def in_family(pid: int, parents: dict[int, int], roots: set[int]) -> bool:
 
 async def main(names: list[str]) -> None:
     paths = [path for path in sorted(PAYLOADS.glob("*.py")) if not names or path.stem in names]
-    with canaries() as watched, LocalSandbox() as sandbox:
+    with start_canaries() as canaries, LocalSandbox() as sandbox:
         for path in paths:
-            report = await check(sandbox, Payload.read(path), watched)
+            report = await check_payload(sandbox, Payload.read(path), canaries)
             print(json.dumps(report), flush=True)
 
 

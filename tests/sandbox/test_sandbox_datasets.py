@@ -1,4 +1,4 @@
-"""MBPP and HumanEval: every reference solution passes its tests, and hardly a wrong one does."""
+"""MBPP and HumanEval: every reference solution passes its tests, and few mutants pass them."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from rollick.sandbox.local import LocalSandbox
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 SHARED_ROWS = [367, 601, 927]
-"""Rows of MBPP whose tests create objects of a class of the solution, which are not plain data."""
-PATIENT = Limits(wall_s=90.0, cpu_s=90)
-"""One of MBPP's solutions (123) computes for some seconds."""
+"""Rows of MBPP whose tests create objects of the solution's classes, which are not plain data."""
+REFERENCE_LIMITS = Limits(wall_s=90.0, cpu_s=90)
+"""MBPP's solution 123 runs for several seconds."""
 MUTANT_LIMITS = Limits(wall_s=3.0, cpu_s=3)
 """A mutant that loops forever is wrong."""
-MOST_SURVIVORS = 0.05
-AT_ONCE = 4
-SOME = 20
-"""One row in so many is tried in every run of the tests, all of them in the slow ones."""
+MAX_SURVIVOR_RATE = 0.05
+CONCURRENCY = 4
+SAMPLE_EVERY = 20
+"""A normal run tests one row in this many; the slow tests use all rows."""
 
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="the shared datasets are not here")
 
 
-def mbpp() -> list[dict[str, Any]]:
+def load_mbpp() -> list[dict[str, Any]]:
     return [json.loads(line) for line in (DATA / "mbpp.jsonl").read_text("utf-8").splitlines()]
 
 
-def humaneval() -> list[dict[str, Any]]:
+def load_humaneval() -> list[dict[str, Any]]:
     with gzip.open(DATA / "humaneval.jsonl.gz", "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     return [row | {"reference": row["prompt"] + row["canonical_solution"]} for row in rows]
@@ -46,20 +46,22 @@ def humaneval() -> list[dict[str, Any]]:
 async def check_all(
     rows: Sequence[dict[str, Any]], codes: Sequence[str], limits: Limits
 ) -> list[Result]:
-    with LocalSandbox(warm=AT_ONCE, concurrency=AT_ONCE) as sandbox:
+    with LocalSandbox(warm=CONCURRENCY, concurrency=CONCURRENCY) as sandbox:
 
-        async def one(sandbox: Sandbox, row: dict[str, Any], code: str) -> Result:
+        async def check_row(sandbox: Sandbox, row: dict[str, Any], code: str) -> Result:
             return await run_tests(sandbox, code, row, limits)
 
-        work = (one(sandbox, row, code) for row, code in zip(rows, codes, strict=True))
-        return await asyncio.gather(*work)
+        checks = (check_row(sandbox, row, code) for row, code in zip(rows, codes, strict=True))
+        return await asyncio.gather(*checks)
 
 
-async def surviving_mutants(rows: Sequence[dict[str, Any]], column: str) -> tuple[list[str], int]:
-    """The mutants that pass all tests, by name and line, and how many there were."""
-    made = [(row, mutate(row[column], seed)) for seed, row in enumerate(rows)]
+async def find_surviving_mutants(
+    rows: Sequence[dict[str, Any]], column: str
+) -> tuple[list[str], int]:
+    """Names of the mutants that pass all tests, and the number of all mutants."""
+    pairs = [(row, mutate(row[column], seed)) for seed, row in enumerate(rows)]
     mutants: list[tuple[dict[str, Any], Mutant]] = [
-        (row, mutant) for row, mutant in made if mutant is not None
+        (row, mutant) for row, mutant in pairs if mutant is not None
     ]
     results = await check_all(
         [row for row, _ in mutants], [mutant.code for _, mutant in mutants], MUTANT_LIMITS
@@ -73,10 +75,12 @@ async def surviving_mutants(rows: Sequence[dict[str, Any]], column: str) -> tupl
     return survivors, len(mutants)
 
 
-@pytest.mark.parametrize("every", [SOME, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [SAMPLE_EVERY, pytest.param(1, marks=pytest.mark.slow)])
 async def test_all_references_of_mbpp_pass(every: int) -> None:
-    rows = [row for n, row in enumerate(mbpp()) if n % every == 0 or row["task_id"] in SHARED_ROWS]
-    results = await check_all(rows, [row["code"] for row in rows], PATIENT)
+    rows = [
+        row for n, row in enumerate(load_mbpp()) if n % every == 0 or row["task_id"] in SHARED_ROWS
+    ]
+    results = await check_all(rows, [row["code"] for row in rows], REFERENCE_LIMITS)
     checked = list(zip(rows, results, strict=True))
     assert [
         (row["task_id"], result.detail) for row, result in checked if not result.all_passed
@@ -89,10 +93,10 @@ async def test_all_references_of_mbpp_pass(every: int) -> None:
     }
 
 
-@pytest.mark.parametrize("every", [SOME, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [SAMPLE_EVERY, pytest.param(1, marks=pytest.mark.slow)])
 async def test_all_references_of_humaneval_pass(every: int) -> None:
-    rows = humaneval()[::every]
-    results = await check_all(rows, [row["reference"] for row in rows], PATIENT)
+    rows = load_humaneval()[::every]
+    results = await check_all(rows, [row["reference"] for row in rows], REFERENCE_LIMITS)
     checked = list(zip(rows, results, strict=True))
     assert [
         (row["task_id"], result.detail) for row, result in checked if not result.all_passed
@@ -110,15 +114,15 @@ def test_the_benchmark_reports_its_rate_and_the_isolation() -> None:
 
 @pytest.mark.slow
 async def test_few_mutants_of_mbpp_survive() -> None:
-    survivors, count = await surviving_mutants(mbpp(), "code")
+    survivors, count = await find_surviving_mutants(load_mbpp(), "code")
     print(f"{len(survivors)} of {count} mutants of MBPP survive: {survivors}")
     assert count > 900
-    assert len(survivors) <= MOST_SURVIVORS * count, survivors
+    assert len(survivors) <= MAX_SURVIVOR_RATE * count, survivors
 
 
 @pytest.mark.slow
 async def test_few_mutants_of_humaneval_survive() -> None:
-    survivors, count = await surviving_mutants(humaneval(), "reference")
+    survivors, count = await find_surviving_mutants(load_humaneval(), "reference")
     print(f"{len(survivors)} of {count} mutants of HumanEval survive: {survivors}")
     assert count > 150
-    assert len(survivors) <= MOST_SURVIVORS * count, survivors
+    assert len(survivors) <= MAX_SURVIVOR_RATE * count, survivors

@@ -1,4 +1,4 @@
-"""Boxes start, end and leave nothing behind, however the process that started them ends."""
+"""Boxes start and end, and leave nothing behind, however the process that started them ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from rollick.errors import SandboxError
-from rollick.sandbox import box as boxes
+from rollick.sandbox import box as box_module
 from rollick.sandbox.base import Isolation, Limits, Program, Status
 from rollick.sandbox.box import Box, BoxStarter
 from rollick.sandbox.host import UIDS_PER_PROCESS, SandboxHost, uid_range
@@ -27,14 +27,14 @@ LEVEL = Isolation.FULL if os.geteuid() == 0 else Isolation.USER
 
 
 async def test_a_cancelled_program_leaves_no_process() -> None:
-    before = children_of(os.getpid(), "bwrap")
+    before = find_children(os.getpid(), "bwrap")
     with LocalSandbox(warm=0) as sandbox:
         task = asyncio.create_task(sandbox.run(Program("import time; time.sleep(100)")))
         await asyncio.sleep(0.5)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    assert set(children_of(os.getpid(), "bwrap")) <= set(before)
+    assert set(find_children(os.getpid(), "bwrap")) <= set(before)
 
 
 def test_boxes_outlive_the_thread_that_requested_them() -> None:
@@ -52,25 +52,25 @@ def test_boxes_outlive_the_thread_that_requested_them() -> None:
 
 
 def test_boxes_that_are_closed_while_they_start_leave_no_process() -> None:
-    before, uids = set(children_of(1, "bwrap")), {os.getuid()}
+    before, uids = set(find_children(1, "bwrap")), {os.getuid()}
     for milliseconds in range(8):
         with LocalSandbox(warm=3) as sandbox:
             uids |= {box.uid for box in sandbox._idle if box.uid}
             time.sleep(milliseconds / 2000)
-    left = set(children_of(1, "bwrap")) - before
-    assert [pid for pid in left if Path(f"/proc/{pid}").stat().st_uid in uids] == []
+    leftovers = set(find_children(1, "bwrap")) - before
+    assert [pid for pid in leftovers if Path(f"/proc/{pid}").stat().st_uid in uids] == []
 
 
 async def test_a_box_that_could_not_be_killed_gets_no_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before = children_of(os.getpid(), "bwrap")
+    before = find_children(os.getpid(), "bwrap")
     with LocalSandbox(warm=0) as sandbox:
         monkeypatch.setattr(Box, "open_init", lambda _: None)
-        begun = time.monotonic()
+        started = time.monotonic()
         result = await sandbox.run(Program("while True: pass", limits=Limits(wall_s=1)))
-        assert time.monotonic() - begun < 8
-        assert set(children_of(os.getpid(), "bwrap")) <= set(before)
+        assert time.monotonic() - started < 8
+        assert set(find_children(os.getpid(), "bwrap")) <= set(before)
         monkeypatch.undo()
         after = await sandbox.run(Program("print(1)"))
     assert result.status is Status.INFRASTRUCTURE
@@ -115,7 +115,7 @@ def test_a_box_that_lacks_descriptors_leaves_none_open() -> None:
     assert all(line.startswith("nothing left") for line in failed)
 
 
-def let_ends_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def make_ends_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     end_now = Box.end_now
 
     def fail(box: Box) -> None:
@@ -134,7 +134,7 @@ async def test_a_box_that_cannot_be_ended_does_not_keep_the_other_box_of_its_pro
         async with sandbox._boxes(2, Limits()) as taken:
             pair.extend(taken)
 
-    let_ends_fail(monkeypatch)
+    make_ends_fail(monkeypatch)
     with LocalSandbox(warm=0) as sandbox, pytest.raises(SandboxError, match="did not end"):
         await use_two(sandbox)
     assert [box.process.returncode is None for box in pair] == [False, False]
@@ -144,15 +144,15 @@ async def test_a_box_that_cannot_be_ended_does_not_keep_the_other_box_of_its_pro
 def test_a_box_that_cannot_be_ended_does_not_keep_the_idle_boxes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before = threads_that_start_boxes()
+    before = find_starter_threads()
     sandbox = LocalSandbox(warm=2).__enter__()
     waiting = list(sandbox._idle)
-    let_ends_fail(monkeypatch)
+    make_ends_fail(monkeypatch)
     with pytest.raises(SandboxError, match="did not end"):
         sandbox.close()
     assert [box.process.returncode is None for box in waiting] == [False, False]
     assert [box.control.fileno() for box in waiting] == [-1, -1]
-    assert threads_that_start_boxes() <= before
+    assert find_starter_threads() <= before
 
 
 async def test_a_box_that_does_not_end_is_killed_and_waited_for(
@@ -161,7 +161,7 @@ async def test_a_box_that_does_not_end_is_killed_and_waited_for(
     with LocalSandbox(warm=1) as sandbox:
         box = sandbox._idle.popleft()
         await box.wait_ready()
-        monkeypatch.setattr(boxes, "END_TIMEOUT_S", 0.4)
+        monkeypatch.setattr(box_module, "END_TIMEOUT_S", 0.4)
         monkeypatch.setattr(Box, "kill", lambda _: None)
         with pytest.raises(SandboxError, match="did not end"):
             box.end_now()
@@ -173,31 +173,33 @@ def test_first_calls_from_two_threads_start_one_starter_thread(tmp_path: Path) -
     host = SandboxHost(
         Isolation.USER, bwrap=str(tmp_path / "none"), sources={"prefix": sys.base_prefix}
     )
-    before = threads_that_start_boxes()
+    before = find_starter_threads()
     for _ in range(50):
-        starter, barrier, answers = BoxStarter(), threading.Barrier(2), list[str]()
-        asking = (starter, host, barrier, answers)
-        threads = [threading.Thread(target=start_box, args=asking, daemon=True) for _ in range(2)]
+        starter, barrier, messages = BoxStarter(), threading.Barrier(2), list[str]()
+        arguments = (starter, host, barrier, messages)
+        threads = [
+            threading.Thread(target=start_box, args=arguments, daemon=True) for _ in range(2)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(10)
-        begun = threads_that_start_boxes() - before
+        started = find_starter_threads() - before
         starter.close()
-        assert (len(answers), len(begun)) == (2, 1)
+        assert (len(messages), len(started)) == (2, 1)
 
 
 def start_box(
-    starter: BoxStarter, host: SandboxHost, barrier: threading.Barrier, answers: list[str]
+    starter: BoxStarter, host: SandboxHost, barrier: threading.Barrier, messages: list[str]
 ) -> None:
     barrier.wait()
     try:
         starter.start(host)
     except SandboxError as error:
-        answers.append(str(error))
+        messages.append(str(error))
 
 
-def threads_that_start_boxes() -> set[threading.Thread]:
+def find_starter_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("starts boxes")}
 
 
@@ -208,17 +210,17 @@ def test_a_closed_starter_raises() -> None:
         starter.start(SandboxHost(Isolation.NONE))
 
 
-def children_of(pid: int, name: str) -> list[int]:
-    actual: list[int] = []
+def find_children(pid: int, name: str) -> list[int]:
+    pids: list[int] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                words = (entry / "stat").read_text().rpartition(")")
+                fields = (entry / "stat").read_text().rpartition(")")
             except OSError:
                 continue
-            if int(words[2].split()[1]) == pid and name in words[0]:
-                actual.append(int(entry.name))
-    return actual
+            if int(fields[2].split()[1]) == pid and name in fields[0]:
+                pids.append(int(entry.name))
+    return pids
 
 
 RUN_AND_WAIT = """
@@ -255,12 +257,12 @@ time.sleep(100)
 )
 def test_boxes_end_with_the_process_that_started_them(program: str) -> None:
     mark = f"{100 + random.random():.12f}"
-    assert left_after_kill(program.replace("MARK", mark), mark) == []
+    assert kill_and_find_leftovers(program.replace("MARK", mark), mark) == []
 
 
 def test_boxes_end_although_a_forked_copy_of_their_process_is_alive() -> None:
     mark = f"{100 + random.random():.12f}"
-    assert left_after_kill(EXEC_IN_THREAD.replace("MARK", mark), mark, fork=True) == []
+    assert kill_and_find_leftovers(EXEC_IN_THREAD.replace("MARK", mark), mark, fork=True) == []
 
 
 HALF_STARTED_BWRAP = """\
@@ -273,15 +275,14 @@ exec sleep MARK
 
 
 def test_a_box_whose_start_is_interrupted_by_a_kill_leaves_no_process(tmp_path: Path) -> None:
-    """Whatever the start of a box has left behind: a bubblewrap that was killed between two of its
-    steps leaves a child that waits forever. A script stands for it; it too waits for its options,
-    which are sent when the guard knows the box."""
+    """If bubblewrap is killed between two of its steps, its child waits forever. A script simulates
+    this. Like bubblewrap, it waits for its options, which are sent once the guard knows the box."""
     mark = f"{100 + random.random():.12f}"
     broken = tmp_path / "bwrap"
     broken.write_text(HALF_STARTED_BWRAP.replace("MARK", mark))
     broken.chmod(0o755)
     tmp_path.chmod(0o755)
-    assert left_after_kill("", mark, bwrap=str(broken)) == []
+    assert kill_and_find_leftovers("", mark, bwrap=str(broken)) == []
 
 
 START_MANY = """
@@ -296,7 +297,7 @@ time.sleep(100)
 
 @pytest.mark.slow
 def test_a_kill_at_any_moment_of_a_start_leaves_no_process() -> None:
-    before = set(children_of(1, "bwrap"))
+    before = set(find_children(1, "bwrap"))
     uids = {os.getuid()}
     first, _ = uid_range(Path("/proc/self/uid_map").read_text())
     for milliseconds in range(0, 60, 5):
@@ -310,36 +311,40 @@ def test_a_kill_at_any_moment_of_a_start_leaves_no_process() -> None:
             begin = first + child.pid * UIDS_PER_PROCESS
             uids |= set(range(begin, begin + UIDS_PER_PROCESS))
 
-    def left() -> list[int]:
-        return [pid for pid in children_of(1, "bwrap") if pid not in before and uid_of(pid) in uids]
+    def leftovers() -> list[int]:
+        return [
+            pid for pid in find_children(1, "bwrap") if pid not in before and get_uid(pid) in uids
+        ]
 
-    # A box that found its parent dead ends when its interpreter has started.
-    wait_until(lambda: not left(), 15.0)
-    assert left() == []
+    # A box whose parent is dead ends when its interpreter has started.
+    wait_until(lambda: not leftovers(), 15.0)
+    assert leftovers() == []
 
 
-def uid_of(pid: int) -> int:
+def get_uid(pid: int) -> int:
     with suppress(OSError):
         return Path(f"/proc/{pid}").stat().st_uid
     return -1
 
 
-def left_after_kill(program: str, mark: str, *, bwrap: str = "", fork: bool = False) -> list[int]:
+def kill_and_find_leftovers(
+    program: str, mark: str, *, bwrap: str = "", fork: bool = False
+) -> list[int]:
     """Start a process with a sandbox and kill it as soon as processes with the mark run. Returns
-    those that do not end within seconds."""
+    the marked processes that still run after 10 s."""
     code = RUN_AND_WAIT.replace("FORK", FORK if fork else "pass")
     command = [sys.executable, "-c", code, program, *([bwrap] if bwrap else [])]
     child = subprocess.Popen(command, start_new_session=True)
     try:
-        wait_until(lambda: bool(processes_with(mark)), 30.0)
-        assert processes_with(mark)
+        wait_until(lambda: bool(find_processes(mark)), 30.0)
+        assert find_processes(mark)
         child.send_signal(signal.SIGKILL)
-        wait_until(lambda: not processes_with(mark))
-        return processes_with(mark)
+        wait_until(lambda: not find_processes(mark))
+        return find_processes(mark)
     finally:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-        for pid in processes_with(mark):
+        for pid in find_processes(mark):
             os.kill(pid, signal.SIGKILL)
 
 
@@ -349,12 +354,12 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
         time.sleep(0.05)
 
 
-def processes_with(mark: str) -> list[int]:
+def find_processes(mark: str) -> list[int]:
     """Living processes (zombies have no command line) that sleep for the time of the mark."""
-    actual: list[int] = []
+    pids: list[int] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):
                 if f"sleep\0{mark}\0".encode() == (entry / "cmdline").read_bytes():
-                    actual.append(int(entry.name))
-    return actual
+                    pids.append(int(entry.name))
+    return pids

@@ -1,4 +1,4 @@
-"""Limits of memory, time and CPU: which one holds, and that a box takes nothing from others."""
+"""Limits of memory, time and CPU: what enforces them, and one box does not starve another."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_groups_are_removed_with_their_boxes_and_after_a_kill() -> None:
 
 @pytest.mark.parametrize("version", ["cgroup", "cgroup2"])
 def test_the_groups_of_all_boxes_have_one_cpu_weight(tmp_path: Path, version: str) -> None:
-    """In folders as those of the kernel: version 1 has one for each controller."""
+    """The folders imitate those of the kernel: version 1 has a folder for each controller."""
     memory, cpu = tmp_path / "memory", tmp_path / ("cpu" if version == "cgroup" else "memory")
     memory.mkdir()
     cpu.mkdir(exist_ok=True)

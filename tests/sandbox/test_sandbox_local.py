@@ -1,4 +1,4 @@
-"""Programs and verdicts in real boxes; a sandbox that refuses."""
+"""Programs and tests in real boxes; a sandbox that refuses to run programs."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ async def test_each_program_has_a_new_box(sandbox: LocalSandbox) -> None:
 async def test_a_box_does_not_import_modules_that_its_program_does_not_use(
     sandbox: LocalSandbox,
 ) -> None:
-    """Each of these costs every verdict milliseconds; barrier, as much as the interpreter."""
+    """Each of these imports costs every check milliseconds; all of them, as much as the start of
+    the interpreter."""
     check = "import sys\nassert not {'typing', 'collections', 'struct', 're'} & sys.modules.keys()"
     assert (await sandbox.run(Program(check))).status is Status.OK
     verdict = await check_asserts(

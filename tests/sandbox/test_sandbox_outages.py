@@ -1,5 +1,5 @@
-"""A sandbox server behind a network that fails: a short outage costs no result, and a long one is
-a result that says so, before the reward's own time limit."""
+"""A sandbox server behind a network that fails. A short outage loses no result. A long outage gives
+the status UNAVAILABLE before the time limit of the reward."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ PASSED = Result(Status.OK, Isolation.FULL, stdout="1\n", outcomes=(TestOutcome(T
 
 
 @contextmanager
-def sandbox_behind_proxy(*, delay_s: float = 0.0) -> Iterator[Proxy]:
-    """A server on which every program passes its test."""
+def run_server_behind_proxy(*, delay_s: float = 0.0) -> Iterator[Proxy]:
+    """Run a server on which every program passes its test, behind a proxy."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -59,7 +59,7 @@ async def run(proxy: Proxy, *, response_s: float) -> Result:
 
 @pytest.mark.parametrize("fault", ["refuse", "hold"])
 async def test_an_outage_that_is_shorter_than_the_time_limit_costs_no_result(fault: str) -> None:
-    with sandbox_behind_proxy() as proxy:
+    with run_server_behind_proxy() as proxy:
         getattr(proxy, fault)()
         running = asyncio.create_task(run(proxy, response_s=30))
         await asyncio.sleep(1)
@@ -70,7 +70,7 @@ async def test_an_outage_that_is_shorter_than_the_time_limit_costs_no_result(fau
 
 @pytest.mark.parametrize("fault", ["refuse", "hold"])
 async def test_a_server_that_does_not_answer_is_unavailable_at_the_time_limit(fault: str) -> None:
-    with sandbox_behind_proxy() as proxy:
+    with run_server_behind_proxy() as proxy:
         getattr(proxy, fault)()
         begun = time.monotonic()
         result = await run(proxy, response_s=0.5)
@@ -80,7 +80,7 @@ async def test_a_server_that_does_not_answer_is_unavailable_at_the_time_limit(fa
 
 
 async def test_a_late_network_only_delays_the_result() -> None:
-    with sandbox_behind_proxy(delay_s=0.2) as proxy:
+    with run_server_behind_proxy(delay_s=0.2) as proxy:
         assert await run(proxy, response_s=20) == PASSED
     assert proxy.connections == 1
 
@@ -88,7 +88,7 @@ async def test_a_late_network_only_delays_the_result() -> None:
 async def test_programs_that_reach_their_time_limit_do_not_wait_for_the_threads_of_asyncio() -> (
     None
 ):
-    with ThreadPoolExecutor(1) as executor, sandbox_behind_proxy(delay_s=0.3) as proxy:
+    with ThreadPoolExecutor(1) as executor, run_server_behind_proxy(delay_s=0.3) as proxy:
         asyncio.get_running_loop().set_default_executor(executor)
         programs = (run(proxy, response_s=5) for _ in range(16))
         assert await asyncio.gather(*programs) == 16 * [PASSED]
@@ -97,7 +97,7 @@ async def test_programs_that_reach_their_time_limit_do_not_wait_for_the_threads_
 async def test_a_program_that_is_not_sent_in_time_says_nothing_about_the_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with ThreadPoolExecutor(1) as executor, sandbox_behind_proxy() as proxy:
+    with ThreadPoolExecutor(1) as executor, run_server_behind_proxy() as proxy:
         monkeypatch.setattr("rollick.sandbox.remote._executor", executor)
         is_over = threading.Event()
         executor.submit(is_over.wait)
@@ -116,7 +116,7 @@ async def test_the_score_of_a_program_whose_server_is_lost_is_unavailable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("rollick.rewards.code.HttpSandbox", partial(HttpSandbox, response_s=0.2))
-    with sandbox_behind_proxy() as proxy:
+    with run_server_behind_proxy() as proxy:
         proxy.hold()
         settings = CodeSettings(url=f"http://127.0.0.1:{proxy.port}/run", timeout_s=0.3)
         score = await score_code("x = 1", {"test_list": ["assert x"]}, settings)

@@ -1,4 +1,4 @@
-"""Outcomes of tests: nothing that a candidate does hides a failure, forges a pass or masks it."""
+"""Outcomes of tests: a candidate cannot hide a failure, forge a pass or have itself masked."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ NONCE = b"n" * 16
 PASSED, FAILED = TestOutcome(True), TestOutcome(False, "wrong")
 
 
-def frame(kind: str, number: int = 0, passed: Any = False, message: str = "") -> bytes:
+def make_frame(kind: str, number: int = 0, passed: Any = False, message: str = "") -> bytes:
     body = wire.encode([NONCE, kind, number, passed, message])
     return len(body).to_bytes(4, "little") + body
 
 
 def test_reports_are_read_however_they_are_cut() -> None:
-    sent = frame("count", 2) + frame("outcome", 1, True) + frame("ended")
+    sent = make_frame("count", 2) + make_frame("outcome", 1, True) + make_frame("ended")
     for size in (1, 7, 1000):
         reports = TestReports(NONCE)
         for begin in range(0, len(sent), size):
@@ -33,7 +33,7 @@ def test_reports_are_read_however_they_are_cut() -> None:
 
 def test_an_outcome_that_did_not_arrive_is_a_failure() -> None:
     reports = TestReports(NONCE)
-    reports.feed(frame("count", 3) + frame("outcome", 0, True))
+    reports.feed(make_frame("count", 3) + make_frame("outcome", 0, True))
     outcomes = reports.complete(reports.count, "not reached: output_limit")
     assert [outcome.passed for outcome in outcomes] == [True, False, False]
     assert outcomes[2].message == "not reached: output_limit"
@@ -41,9 +41,9 @@ def test_an_outcome_that_did_not_arrive_is_a_failure() -> None:
 
 def test_nothing_passes_completely_without_the_final_word() -> None:
     reports = TestReports(NONCE, 2)
-    reports.feed(frame("outcome", 0, True) + frame("outcome", 1, True))
+    reports.feed(make_frame("outcome", 0, True) + make_frame("outcome", 1, True))
     assert [outcome.passed for outcome in reports.complete(2, "killed")] == [True, False]
-    reports.feed(frame("ended"))
+    reports.feed(make_frame("ended"))
     assert [outcome.passed for outcome in reports.complete(2, "")] == [True, True]
 
 
@@ -58,15 +58,15 @@ def test_tests_that_did_not_run_to_their_end_have_not_all_passed(status: Status)
     [
         (1 << 30).to_bytes(4, "little"),
         b"\x01\x00\x00\x00?",
-        frame("outcome", 2, True),
-        frame("outcome", -1, True),
-        frame("outcome", 10**9, True),
-        frame("outcome", 0, True) * 2,
-        frame("outcome", 0, 1),
-        frame("count", 5),
-        frame("cheer"),
-        frame("invalid"),
-        frame("outcome", 0, True).replace(NONCE, b"x" * 16),
+        make_frame("outcome", 2, True),
+        make_frame("outcome", -1, True),
+        make_frame("outcome", 10**9, True),
+        make_frame("outcome", 0, True) * 2,
+        make_frame("outcome", 0, 1),
+        make_frame("count", 5),
+        make_frame("cheer"),
+        make_frame("invalid"),
+        make_frame("outcome", 0, True).replace(NONCE, b"x" * 16),
     ],
 )
 def test_a_report_outside_its_bounds_is_rejected(sent: bytes) -> None:
@@ -78,7 +78,7 @@ def test_a_report_outside_its_bounds_is_rejected(sent: bytes) -> None:
 
 def test_a_pytest_file_announces_a_bounded_number_of_tests() -> None:
     with pytest.raises(ReportError, match="announces"):
-        TestReports(NONCE).feed(frame("count", MAX_TESTS + 1))
+        TestReports(NONCE).feed(make_frame("count", MAX_TESTS + 1))
 
 
 SHARED = """

@@ -1,4 +1,4 @@
-"""The parts that need no box: the encoding, the filter, names in tests, outputs."""
+"""Parts of the sandbox that need no box: wire encoding, seccomp filter, tested names, outputs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DATA = st.recursive(
 
 
 def same(value: Any, other: Any) -> bool:
-    """Equal and of the same types all the way down."""
+    """Whether both are equal, with the same types at every level."""
     if type(value) is not type(other):
         return False
     if isinstance(value, list | tuple):
@@ -77,8 +77,8 @@ def test_subclasses_of_data_types_arrive_as_plain_types() -> None:
         (OrderedDict(a=1), {"a": 1}),
         (pair, (1, 2)),
     ):
-        arrived = wire.decode(wire.encode(value))
-        assert (type(arrived), arrived) == (type(plain), plain)
+        decoded = wire.decode(wire.encode(value))
+        assert (type(decoded), decoded) == (type(plain), plain)
 
 
 def test_huge_integers_and_special_floats_arrive() -> None:
@@ -118,21 +118,25 @@ def test_endless_and_too_deep_values_are_rejected() -> None:
         wire.decode(b"l\xff\xff\xff\xff")
 
 
-def answer(program: bytes, arch: int, number: int, *arguments: int) -> int:
-    """What the kernel would say to a call: classic BPF, step by step."""
+def run_filter(program: bytes, arch: int, number: int, *arguments: int) -> int:
+    """The return value of the filter for one system call, by interpretation of classic BPF."""
     data = struct.pack("<IIQ6Q", number, arch, 0, *arguments, *[0] * (6 - len(arguments)))
-    steps = list(struct.iter_unpack("<HBBI", program))
-    at, loaded = 0, 0
+    instructions = list(struct.iter_unpack("<HBBI", program))
+    position, accumulator = 0, 0
     while True:
-        code, if_true, if_false, operand = steps[at]
-        at += 1
+        code, if_true, if_false, operand = instructions[position]
+        position += 1
         if code == 0x20:
-            (loaded,) = struct.unpack_from("<I", data, operand)
+            (accumulator,) = struct.unpack_from("<I", data, operand)
         elif code == 0x06:
             return operand
         else:
-            holds = {0x15: loaded == operand, 0x25: loaded > operand, 0x45: bool(loaded & operand)}
-            at += if_true if holds[code] else if_false
+            conditions = {
+                0x15: accumulator == operand,
+                0x25: accumulator > operand,
+                0x45: bool(accumulator & operand),
+            }
+            position += if_true if conditions[code] else if_false
 
 
 X86, ARM = 0xC000003E, 0xC00000B7
@@ -146,15 +150,15 @@ def test_the_filter_denies_the_listed_calls_and_allows_the_rest(
     machine: str, arch: int, read: int, clone: int, unshare: int, socket: int
 ) -> None:
     program = seccomp_program(machine)
-    assert answer(program, arch, read) == ALLOW
-    assert answer(program, arch, unshare, 0x10000000) == ERROR | 1
-    assert answer(program, arch, clone, 17) == ALLOW
-    assert answer(program, arch, clone, 0x10000011) == ERROR | 1
-    assert answer(program, arch, 435) == ERROR | 38
-    assert answer(program, arch, 999) == ERROR | 38
-    assert answer(program, arch, socket, 1) == ALLOW
-    assert answer(program, arch, socket, 2) == ERROR | 1
-    assert answer(program, arch ^ 1, read) == KILL
+    assert run_filter(program, arch, read) == ALLOW
+    assert run_filter(program, arch, unshare, 0x10000000) == ERROR | 1
+    assert run_filter(program, arch, clone, 17) == ALLOW
+    assert run_filter(program, arch, clone, 0x10000011) == ERROR | 1
+    assert run_filter(program, arch, 435) == ERROR | 38
+    assert run_filter(program, arch, 999) == ERROR | 38
+    assert run_filter(program, arch, socket, 1) == ALLOW
+    assert run_filter(program, arch, socket, 2) == ERROR | 1
+    assert run_filter(program, arch ^ 1, read) == KILL
 
 
 @pytest.mark.parametrize(
@@ -171,19 +175,19 @@ def test_the_filter_answers_by_argument(
     socket: int,
     setsockopt: int,
 ) -> None:
-    def ask(number: int, *arguments: int, **options: bool) -> int:
-        return answer(seccomp_program(machine, **options), arch, number, *arguments)
+    def apply(number: int, *arguments: int, **options: bool) -> int:
+        return run_filter(seccomp_program(machine, **options), arch, number, *arguments)
 
-    denied, pretended = ERROR | 1, ERROR
-    assert [ask(prctl, option) for option in (1, 15, 22)] == [denied, ALLOW, denied]
-    assert (ask(mmap, 0, 0, 0, 0x22), ask(mmap, 0, 0, 0, 0x01)) == (ALLOW, ALLOW)
-    assert (ask(mmap, 0, 0, 0, 0x21), ask(mmap, 0, 0, 0, 0x40022)) == (denied, denied)
-    assert ask(mmap, 0, 0, 0, 0x21, shared_memory=True) == ALLOW
-    assert [ask(fcntl, 0, command) for command in (1, 5, 6, 38, 1026)] == [
-        *(ALLOW, denied, pretended, pretended, denied)
+    denied, faked = ERROR | 1, ERROR
+    assert [apply(prctl, option) for option in (1, 15, 22)] == [denied, ALLOW, denied]
+    assert (apply(mmap, 0, 0, 0, 0x22), apply(mmap, 0, 0, 0, 0x01)) == (ALLOW, ALLOW)
+    assert (apply(mmap, 0, 0, 0, 0x21), apply(mmap, 0, 0, 0, 0x40022)) == (denied, denied)
+    assert apply(mmap, 0, 0, 0, 0x21, shared_memory=True) == ALLOW
+    assert [apply(fcntl, 0, command) for command in (1, 5, 6, 38, 1026)] == [
+        *(ALLOW, denied, faked, faked, denied)
     ]
-    assert (ask(setsid), ask(socket, 1, 0x80801), ask(socket, 1, 2)) == (pretended, ALLOW, denied)
-    options = [ask(setsockopt, 3, 1, option) for option in (7, 26, 2)]
+    assert (apply(setsid), apply(socket, 1, 0x80801), apply(socket, 1, 2)) == (faked, ALLOW, denied)
+    options = [apply(setsockopt, 3, 1, option) for option in (7, 26, 2)]
     assert options == [denied, denied, ALLOW]
 
 
@@ -251,7 +255,7 @@ def test_uids_of_boxes_are_unused_or_the_highest_of_a_container() -> None:
 def test_a_program_survives_json() -> None:
     tests = Tests(("assert f(1)", CallCase("f", ((1, [2]),), {3})), setup="x = 1", entries=("f",))
     program = Program("def f(x): ...", "in", Limits(wall_s=1.5), tests)
-    back = program_from_json(program_to_json(program))
-    assert back == program
-    assert back.tests is not None
-    assert back.tests.cases[1] == CallCase("f", ((1, [2]),), {3})
+    restored = program_from_json(program_to_json(program))
+    assert restored == program
+    assert restored.tests is not None
+    assert restored.tests.cases[1] == CallCase("f", ((1, [2]),), {3})

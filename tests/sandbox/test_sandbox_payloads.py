@@ -1,7 +1,7 @@
 """Payloads that try to get out of a box or to forge a pass, as root and as an ordinary user.
 
-Each file in payloads/ is one; its name says what must hold. A runner (payload_runner.py) runs them
-all, once for each kind of user, while the tests here wait for their own line of its report.
+Each file in payloads/ is one payload; its name is the requirement. For each kind of user, a runner
+(payload_runner.py) runs all payloads, and each test waits for the report of its payload.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ HERE = Path(__file__).parent
 PROJECT = HERE.parents[1]
 NAMES = sorted(path.stem for path in (HERE / "payloads").glob("*.py"))
 ORDINARY_USER = str(20_000 + os.getpid() % 10_000)
-"""Of this run only: a runner looks for processes that its user has left behind."""
+"""A uid that only this run uses, because a runner checks for leftover processes of its user."""
 REPORT_SECONDS = 110
 END_SECONDS = 30
 
 
 class Runner:
-    """A runner's process, and the reports that it has written so far."""
+    """A runner process and the reports that it has written so far."""
 
     def __init__(
         self, command: list[str], environment: dict[str, str], inherit: tuple[int, ...]
@@ -45,7 +45,7 @@ class Runner:
             pass_fds=inherit,
         )
         self.reports: dict[str, dict[str, Any]] = {}
-        self.news = threading.Condition()
+        self.new_report = threading.Condition()
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
 
@@ -53,18 +53,18 @@ class Runner:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             report = json.loads(line)
-            with self.news:
+            with self.new_report:
                 self.reports[report["name"]] = report
-                self.news.notify_all()
+                self.new_report.notify_all()
 
     def report(self, name: str) -> dict[str, Any]:
-        def known() -> bool:
+        def is_available() -> bool:
             return name in self.reports or not self.reader.is_alive()
 
-        with self.news:
-            while not known() and self.news.wait(1.0):
+        with self.new_report:
+            while not is_available() and self.new_report.wait(1.0):
                 pass
-            self.news.wait_for(known, REPORT_SECONDS)
+            self.new_report.wait_for(is_available, REPORT_SECONDS)
         if name not in self.reports and not self.reader.is_alive():
             assert self.process.stderr is not None
             pytest.fail(f"the runner ended: {self.process.stderr.read().decode()[-2000:]}")
@@ -78,14 +78,14 @@ class Runner:
         self.reader.join(END_SECONDS)
 
 
-def run_here() -> Runner:
+def run_as_this_user() -> Runner:
     paths = os.pathsep.join([str(PROJECT), *filter(None, sys.path)])
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": paths}
     return Runner([sys.executable, "-P", str(HERE / "payload_runner.py")], environment, ())
 
 
 def run_as_ordinary_user(resources: ExitStack) -> Runner:
-    """From a mount namespace in which interpreter and project are open to everybody."""
+    """Run in a mount namespace where every user can read the interpreter and the project."""
     folders = {"prefix": sys.base_prefix, "project": str(PROJECT)} | packages_folder()
     mounts = stage_folders(folders)
     resources.callback(os.close, mounts)
@@ -104,15 +104,18 @@ def run_as_ordinary_user(resources: ExitStack) -> Runner:
 
 @pytest.fixture(scope="session")
 def runners() -> Iterator[dict[str, Runner]]:
-    """Both at once: they mostly wait for their payloads to be ended."""
+    """One runner for each kind of user. They run concurrently, because they mostly wait."""
     with ExitStack() as resources:
         if os.geteuid() == 0:
-            actual = {"root": run_here(), "an ordinary user": run_as_ordinary_user(resources)}
+            started = {
+                "root": run_as_this_user(),
+                "an ordinary user": run_as_ordinary_user(resources),
+            }
         else:
-            actual = {"an ordinary user": run_here()}
-        for runner in actual.values():
+            started = {"an ordinary user": run_as_this_user()}
+        for runner in started.values():
             resources.callback(runner.close)
-        yield actual
+        yield started
 
 
 @pytest.mark.parametrize("user", ["root", "an ordinary user"])

@@ -1,4 +1,4 @@
-"""Pytest files: what tests may do with a candidate in another box, and what needs one box."""
+"""Pytest files: forms that work with the candidate in another box, and forms that share one."""
 
 from __future__ import annotations
 
@@ -236,13 +236,13 @@ async def run(sandbox: LocalSandbox, program: str, file: str) -> Result:
     return await sandbox.run(Program(program, limits=LIMITS, tests=tests))
 
 
-def failures(result: Result) -> list[str]:
+def list_failures(result: Result) -> list[str]:
     return [outcome.message for outcome in result.outcomes if not outcome.passed]
 
 
 async def test_forms_that_work_with_a_candidate_in_another_box(sandbox: LocalSandbox) -> None:
     result = await run(sandbox, PROGRAM, FORMS)
-    assert failures(result) == []
+    assert list_failures(result) == []
     assert len(result.outcomes) == 16
     assert result.isolation in (Isolation.FULL, Isolation.USER)
 
@@ -364,7 +364,7 @@ class math:
 def sorted(values): return []
 def number(x): return 4
 """
-FORGED = """
+FORGERY_TESTS = """
 import pytest
 from solution import *
 TESTS
@@ -414,7 +414,7 @@ async def test_no_object_of_a_candidate_forges_a_pass(sandbox: LocalSandbox) -> 
     checks = "\n".join(
         f"def test_{number}():\n    assert {check}\n" for number, check in enumerate(FORGED_CHECKS)
     )
-    result = await run(sandbox, FORGERY, FORGED.replace("TESTS", checks))
+    result = await run(sandbox, FORGERY, FORGERY_TESTS.replace("TESTS", checks))
     assert [outcome.message for outcome in result.outcomes if outcome.passed] == []
     assert len(result.outcomes) == len(FORGED_CHECKS) + 7
     assert (result.status, result.isolation) != (Status.OK, Isolation.SHARED)
@@ -437,7 +437,7 @@ def g(x): return Base
 async def test_a_candidate_that_forges_replies_does_not_reach_the_tests_box(
     sandbox: LocalSandbox,
 ) -> None:
-    """It must not be able to choose that it shares a box with the tests."""
+    """Otherwise, a candidate could choose to share a box with the tests."""
     calls = ("f(1)", "g(1)", "Base", "f(g(1))", "type(f(1))", "g(type(g(1)))")
     tests = (f"def test_{n}():\n    assert ({call}) == 4\n" for n, call in enumerate(calls))
     file = "from solution import Base, f, g\n" + "\n".join(tests)
@@ -447,7 +447,7 @@ async def test_a_candidate_that_forges_replies_does_not_reach_the_tests_box(
     assert result.isolation is not Isolation.SHARED
 
 
-LOOKING = """
+MEMORY_SEARCH = """
 import gc, re, sys
 def call(function):
     seen = [function.__globals__, function.__code__.co_consts, function.__closure__]
@@ -488,12 +488,12 @@ def test_of_a_failed_check():
         pass
     assert not any(EXPECTED in each for each in numbers)
 """
-    result = await run(sandbox, LOOKING, file)
-    assert failures(result) == []
+    result = await run(sandbox, MEMORY_SEARCH, file)
+    assert list_failures(result) == []
     assert result.isolation is not Isolation.SHARED
 
 
-def reason(test: str) -> str:
+def find_reason(test: str) -> str:
     imports = "import asyncio, sys, random\nimport solution\nfrom solution import Base, Color, f\n"
     return shared_box_reason(f"{imports}{test}\n", "solution")
 
@@ -521,7 +521,7 @@ def reason(test: str) -> str:
     ],
 )
 def test_what_needs_one_box_is_found_in_the_file(test: str, expected: str) -> None:
-    assert expected in reason(test)
+    assert expected in find_reason(test)
 
 
 @pytest.mark.parametrize(
@@ -540,7 +540,7 @@ def test_what_needs_one_box_is_found_in_the_file(test: str, expected: str) -> No
     ],
 )
 def test_what_proxies_can_do_needs_no_shared_box(test: str) -> None:
-    assert reason(test) == ""
+    assert find_reason(test) == ""
 
 
 def test_a_star_import_gives_the_names_that_the_file_does_not_define() -> None:

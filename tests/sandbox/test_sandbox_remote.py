@@ -1,4 +1,4 @@
-"""A sandbox behind HTTP: the same results, and INFRASTRUCTURE for whatever a server does wrong."""
+"""A sandbox behind HTTP: the same results, and INFRASTRUCTURE for invalid responses."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ ADD = "def add(a, b):\n    return a + b\n"
 
 
 @contextmanager
-def serving(sandbox: LocalSandbox, answers: list[str]) -> Iterator[str]:
-    """A server that gives each of `answers` once, then runs programs in the sandbox."""
+def run_server(sandbox: LocalSandbox, replies: list[str]) -> Iterator[str]:
+    """Run a server that sends each of `replies` once, then runs programs in the sandbox."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             assert self.headers["Authorization"] == "Bearer secret"
-            if answers:
-                status, content = answers.pop(0).split(" ", 1)
+            if replies:
+                status, content = replies.pop(0).split(" ", 1)
             else:
                 result = asyncio.run(sandbox.run(program_from_json(json.loads(body))))
                 status, content = "200", json.dumps(result.to_json())
@@ -59,7 +59,7 @@ def serving(sandbox: LocalSandbox, answers: list[str]) -> Iterator[str]:
 
 
 async def test_a_remote_sandbox_gives_the_same_results(sandbox: LocalSandbox) -> None:
-    with serving(sandbox, []) as url:
+    with run_server(sandbox, []) as url:
         remote = HttpSandbox(url, token="secret")
         result = await remote.run(Program("print(input())", stdin="x"))
         calls = [
@@ -76,7 +76,7 @@ async def test_a_remote_sandbox_gives_the_same_results(sandbox: LocalSandbox) ->
 async def test_a_failing_remote_sandbox_is_retried(
     sandbox: LocalSandbox, failures: list[str]
 ) -> None:
-    with serving(sandbox, failures) as url:
+    with run_server(sandbox, failures) as url:
         result = await HttpSandbox(url, token="secret").run(Program("print(1)"))
     assert result.stdout == "1\n"
 
@@ -86,8 +86,8 @@ async def test_a_redirect_does_not_carry_the_token_to_another_server(
     sandbox: LocalSandbox, status: str
 ) -> None:
     with (
-        serving(sandbox, visited := ["200 {}"]) as other,
-        serving(sandbox, unused := [f"{status} {other}"] * 2) as url,
+        run_server(sandbox, visited := ["200 {}"]) as other,
+        run_server(sandbox, unused := [f"{status} {other}"] * 2) as url,
     ):
         result = await HttpSandbox(url, token="secret").run(Program("print(1)"))
     assert (len(visited), len(unused)) == (1, 1)
@@ -117,7 +117,7 @@ async def test_a_remote_sandbox_that_keeps_failing_is_not_conclusive(
     sandbox: LocalSandbox, answer: str
 ) -> None:
     attempts = 3 if answer.startswith("500") else 1
-    with serving(sandbox, [answer] * attempts) as url:
+    with run_server(sandbox, [answer] * attempts) as url:
         remote = HttpSandbox(url, token="secret", attempts=attempts)
         result = await remote.run(Program("print(1)"))
     assert result.status is Status.INFRASTRUCTURE
@@ -125,7 +125,7 @@ async def test_a_remote_sandbox_that_keeps_failing_is_not_conclusive(
 
 async def test_a_remote_sandbox_cannot_omit_tests(sandbox: LocalSandbox) -> None:
     short = Result(Status.OK, Isolation.FULL)
-    with serving(sandbox, [f"200 {json.dumps(short.to_json())}"] * 3) as url:
+    with run_server(sandbox, [f"200 {json.dumps(short.to_json())}"] * 3) as url:
         tests = Tests(("assert add(1, 2) == 3",), entries=("add",))
         result = await HttpSandbox(url, token="secret").run(Program(ADD, tests=tests))
     assert result.status is Status.INFRASTRUCTURE

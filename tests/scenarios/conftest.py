@@ -1,4 +1,4 @@
-"""Whole runs on a tiny model."""
+"""Helpers for complete runs on a tiny model."""
 
 import json
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from rollick.testing.toys import toy_recipe
 Run = Callable[..., RunResult]
 
 DROPS = "data.domains.letters.rewards=[rollick.testing.toys:says_letter]"
-"""Under it most groups of the toy have no signal, and are dropped and refilled."""
+"""A reward under which most groups of the toy have no signal, and are dropped and refilled."""
 
 
 def toy(model: Path, runs: Path, *overrides: str, **options: Any) -> LoadedRecipe:
@@ -38,10 +38,10 @@ DCP_METADATA = ".metadata"
 
 
 def figures(result: RunResult) -> list[dict[str, Any]]:
-    """The metrics of each step, without those of the clock."""
+    """The metrics of each step, without those in CLOCKED."""
     lines = (result.folder / "metrics.jsonl").read_text("utf-8").splitlines()
-    table = [json.loads(line) for line in lines]
-    return [{k: v for k, v in row.items() if not k.startswith(CLOCKED)} for row in table]
+    rows = [json.loads(line) for line in lines]
+    return [{k: v for k, v in row.items() if not k.startswith(CLOCKED)} for row in rows]
 
 
 def checkpoint_state(result: RunResult) -> dict[str, bytes]:

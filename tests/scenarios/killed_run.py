@@ -24,7 +24,7 @@ PRELOADED = ["rollick.pipelines.rl", "rollick.workers.learner", "rollick.workers
 
 
 def train(recipe: str, mark: str) -> None:
-    """Begin the run, or resume it."""
+    """Start the run, or resume it."""
     os.environ[VARIABLE] = mark
     loaded = load_recipe(Path(recipe))
     folder = Path(loaded.recipe.run.folder) / loaded.recipe.run.name
@@ -36,7 +36,7 @@ class KilledRun:
 
     def __init__(self, recipe: Path, folder: Path, seed: int) -> None:
         self.recipe, self.folder = recipe, folder
-        self.moments = random.Random(seed)
+        self.rng = random.Random(seed)
         self.mark = uuid.uuid4().hex
         multiprocessing.set_forkserver_preload(PRELOADED)
         self._processes = multiprocessing.get_context("forkserver")
@@ -47,13 +47,13 @@ class KilledRun:
         return process
 
     def kill_at_random(self) -> None:
-        """While it starts, or some time after it has logged a step."""
-        process, seen = self.start(), last_logged_step(self.folder) or 0
-        if self.moments.random() < 0.3:
-            time.sleep(self.moments.uniform(0, 1))
+        """Kill the run while it starts or shortly after it logs its next step."""
+        process, last_step = self.start(), last_logged_step(self.folder) or 0
+        if self.rng.random() < 0.3:
+            time.sleep(self.rng.uniform(0, 1))
         else:
-            self._wait_for_step(process, seen + 1)
-            time.sleep(self.moments.uniform(0, 0.1))
+            self._wait_for_step(process, last_step + 1)
+            time.sleep(self.rng.uniform(0, 0.1))
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         process.join()

@@ -33,11 +33,11 @@ def _ray() -> Iterator[None]:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """No file of a checkpoint is written before the second step is done: whether that came in time.
-    Workers must not write files."""
+    """Delays the files of each checkpoint until the second step is done. The list has an entry per
+    checkpoint: whether that happened within WAIT_S. Workers must not write files."""
     step, second_step, waits = RLPipeline.step, threading.Event(), list[bool]()
 
-    def wait_at_files(store: CheckpointStore, point: str) -> None:
+    def delay_files(store: CheckpointStore, point: str) -> None:
         if point == "created":
             waits.append(second_step.wait(WAIT_S if all(waits) else 0))
 
@@ -47,12 +47,12 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
             second_step.set()
         return report
 
-    async def refuse(handle: Any, path: Path) -> None:
+    async def fail_on_save(handle: Any, path: Path) -> None:
         raise AssertionError(f"the {handle.role} was asked to write its own files")
 
-    monkeypatch.setattr(CheckpointStore, "_at_point", wait_at_files)
+    monkeypatch.setattr(CheckpointStore, "_at_point", delay_files)
     monkeypatch.setattr(RLPipeline, "step", count_step)
-    monkeypatch.setattr(TrainedHandle, "save", refuse)
+    monkeypatch.setattr(TrainedHandle, "save", fail_on_save)
     return waits
 
 

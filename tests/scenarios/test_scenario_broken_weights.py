@@ -1,4 +1,4 @@
-"""Weights that break while every process lives, on Ray: a byte that flips in an engine, and steps
+"""Corrupt weights in live processes, on Ray: a byte that flips in an engine, and training steps
 that break the policy."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 RAY = ("cluster.backend=ray", "rollout.drop_no_signal=false")
 FIXED = ("run.deterministic=true", "devices.generators=cpu:1")
-TWO = ("devices.generators=cpu:1-2", "infer.slots=4", "infer.engine=faulty")
+TWO_ENGINES = ("devices.generators=cpu:1-2", "infer.slots=4", "infer.engine=faulty")
 BROKEN_LOSS = """
 import dataclasses
 from rollick.algorithms.losses import reinforce
@@ -46,7 +46,7 @@ def broken(inputs, options):
     return dataclasses.replace(result, loss_T=result.loss_T * factor)
 """
 """A loss whose gradient explodes, or is NaN, in the calls 4 and 5 of a process."""
-BREAKS = pytest.mark.parametrize(
+BREAK_CASES = pytest.mark.parametrize(
     ("factor", "kind", "cause"),
     [
         ("1e6", "exploded", "2 steps in a row broke the policy"),
@@ -60,7 +60,7 @@ Run = Callable[..., RunResult]
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The file that says when a byte flips. Ray's workers have the environment it started in."""
+    """The file that says when a byte flips. Ray's workers inherit the variable with its path."""
     folder = tmp_path_factory.mktemp("faulty")
     path = faulty_engine.install(folder / "plugins")
     with pytest.MonkeyPatch.context() as patch:
@@ -80,7 +80,7 @@ def run(tiny_folder: Path, tmp_path: Path, plan: Path) -> Run:
     return start
 
 
-def faults_of(folder: Path, kind: str) -> list[Fault]:
+def find_faults(folder: Path, kind: str) -> list[Fault]:
     return [fault for fault in read_faults(folder) if fault.kind == kind]
 
 
@@ -89,10 +89,10 @@ def test_a_byte_that_flips_in_an_engine_on_ray_costs_samples_and_no_step(
     run: Run, plan: Path, staleness: int
 ) -> None:
     faulty_engine.plan_fault(plan, "flip", requests=12)
-    result = run("flipped", *TWO, f"rollout.max_staleness={staleness}", steps=5)
+    result = run("flipped", *TWO_ENGINES, f"rollout.max_staleness={staleness}", steps=5)
     assert not plan.exists(), "no byte was flipped"
     assert result.step == 5
-    [fault] = faults_of(result.folder, "corrupt")
+    [fault] = find_faults(result.folder, "corrupt")
     assert fault.role == "generators"
     assert "its memory was damaged" in fault.cause
     counts = audit(read_log(result.folder / "ledger.jsonl"))
@@ -102,67 +102,67 @@ def test_a_byte_that_flips_in_an_engine_on_ray_costs_samples_and_no_step(
 
 
 def test_an_asynchronous_publish_finds_no_damage_in_a_healthy_run(run: Run) -> None:
-    result = run("healthy", *TWO, "rollout.max_staleness=1", steps=6)
-    assert faults_of(result.folder, "corrupt") == []
+    result = run("healthy", *TWO_ENGINES, "rollout.max_staleness=1", steps=6)
+    assert find_faults(result.folder, "corrupt") == []
     counts = audit(read_log(result.folder / "ledger.jsonl"))
     assert not counts.dropped_by_reason
 
 
-def broken_loss(folder: Path, factor: str) -> tuple[str, ...]:
+def write_broken_loss(folder: Path, factor: str) -> tuple[str, ...]:
     (folder / "own.py").write_text(BROKEN_LOSS.format(factor=factor))
     loss = f"algorithm.loss={folder / 'own.py'}:broken"
     return (*FIXED, loss, "train.max_skipped_steps=2")
 
 
-@BREAKS
+@BREAK_CASES
 def test_broken_steps_are_undone_and_the_run_goes_on(
     run: Run, tmp_path: Path, factor: str, kind: str, cause: str
 ) -> None:
-    loss = broken_loss(tmp_path, factor)
-    # Steps 4 and 5 break. The snapshot after step 3 may be broken: that after step 2 is not.
+    loss = write_broken_loss(tmp_path, factor)
+    # Steps 4 and 5 break. The snapshot after step 3 may be broken; the one after step 2 is not.
     good = run("good", *loss, steps=2)
     undone = run("undone", *loss, steps=5)
     assert learner_state(undone) == learner_state(good)
     result = run("on", *loss, steps=8)
     assert result.step == 8
     for folder in (undone.folder, result.folder):
-        [fault] = faults_of(folder, "rolled_back")
+        [fault] = find_faults(folder, "rolled_back")
         assert cause in fault.cause
         assert fault.redone_steps == 3
-        broken_steps = faults_of(folder, kind)
+        broken_steps = find_faults(folder, kind)
         assert len(broken_steps) == 2
         check_cost(folder, fault)
         assert fault.failed_at == broken_steps[0].detected_at
         for step in (4, 5):
             batch = load_batch(folder / f"dumps/bad_steps/policy-{step:06d}/batch")
             assert batch.rows == 16
-    assert [row["version"] for row in figures(result)] == versions_of(kind)
+    assert [row["version"] for row in figures(result)] == expected_versions(kind)
     assert all(isfinite(row["train/loss"]) for row in figures(result)[5:])
     assert "1 rolled back" in "\n".join(diagnose_folder(result.folder).lines())
 
 
 def check_cost(folder: Path, rollback: Fault) -> None:
-    """The time of steps 3 and 4, and of step 5 up to the rollback, is no progress."""
+    """Check that steps 3 and 4, and step 5 up to the rollback, do not count as progress."""
     rows, goodput = [TimeRow(**row) for row in read_rows(folder / GOODPUT)], read_goodput(folder)
-    booked = {row.step: sum(row.seconds.values()) for row in rows if row.event == "step"}
+    seconds_by_step = {row.step: sum(row.seconds.values()) for row in rows if row.event == "step"}
     assert goodput.wall_s == pytest.approx(rows[-1].at - rows[0].at, abs=1e-3)
     assert goodput.redone_steps == rollback.redone_steps
-    assert goodput.seconds["redo"] > booked[3] + booked[4]
+    assert goodput.seconds["redo"] > seconds_by_step[3] + seconds_by_step[4]
     assert goodput.seconds["redo"] == pytest.approx(rollback.redo_s)
     assert 0 < rollback.recover_s <= goodput.seconds["recover"]
 
 
-def versions_of(kind: str) -> list[int]:
-    """The version after each of eight steps. Steps that are not finite change no weights, but the
-    rollback does: its version is new, and never an old one again."""
+def expected_versions(kind: str) -> list[int]:
+    """The policy version after each of eight steps. Non-finite steps change no weights; the
+    rollback changes them and gets a new version."""
     return [1, 2, 3, 4, 5, 6, 7, 8] if kind == "exploded" else [1, 2, 3, 3, 4, 5, 6, 7]
 
 
-@BREAKS
+@BREAK_CASES
 def test_what_a_broken_policy_has_generated_is_dropped(
     run: Run, tmp_path: Path, factor: str, kind: str, cause: str
 ) -> None:
-    loss = broken_loss(tmp_path, factor)
+    loss = write_broken_loss(tmp_path, factor)
     result = run("stale", *loss, "rollout.max_staleness=1", steps=8)
     counts = audit(read_log(result.folder / "ledger.jsonl"))
     assert counts.groups.trained == 32
@@ -174,4 +174,4 @@ def test_a_learning_rate_of_a_thousand_ends_the_run_after_its_rollbacks(
 ) -> None:
     with pytest.raises(RollickError, match=r"rolled back 2 times, the limit \(train.rollbacks\)"):
         run("huge", *FIXED, "train.optimizer.lr=1e3", "train.max_skipped_steps=2", steps=60)
-    assert len(faults_of(tmp_path / "huge", "rolled_back")) == 2
+    assert len(find_faults(tmp_path / "huge", "rolled_back")) == 2

@@ -16,13 +16,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 def test_three_minutes_of_random_faults_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
     options = ["--minutes", "3", "--every", "20", "--only", "recovery", "--out", str(tmp_path)]
     command = [sys.executable, str(BENCHMARK), "--json", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1100)
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=1100)
     log = (tmp_path / "recovery.log").read_text()
-    assert done.returncode == 0, done.stderr + log
-    figures = json.loads(done.stdout)
-    (run,) = figures["runs"]["recovery"]
+    assert completed.returncode == 0, completed.stderr + log
+    report = json.loads(completed.stdout)
+    (run,) = report["runs"]["recovery"]
     assert run["exit_code"] == 0, log
     assert sum(run["faults"].values()) >= 6
-    assert (figures["lost"], figures["doubled"], figures["leftovers"]) == (0, 0, 0), run
-    assert run["steps"] == figures["steps"]
-    assert figures["score"] is not None
+    assert (report["lost"], report["doubled"], report["leftovers"]) == (0, 0, 0), run
+    assert run["steps"] == report["steps"]
+    assert report["score"] is not None

@@ -1,4 +1,4 @@
-"""A run on a disk that is full for a while (true ENOSPC: a small tmpfs in a mount namespace)."""
+"""A run on a disk that is full for a while (a real ENOSPC: a small tmpfs in a mount namespace)."""
 
 import json
 import shutil
@@ -72,22 +72,22 @@ def run_on_small_disk(
     recipe.write_text(dump_recipe(loaded.recipe), encoding="utf-8")
     _, env = marked_environment()
     arguments = ("sh", str(disk), sys.executable, str(recipe), str(copy))
-    ended = subprocess.run(
+    completed = subprocess.run(
         ["unshare", "-Urm", "sh", "-c", RUN, *arguments], env=env, capture_output=True, text=True
     )
-    if ended.returncode == 99:
+    if completed.returncode == 99:
         pytest.skip("no mount namespace of one's own here")
-    return ended, copy / "full"
+    return completed, copy / "full"
 
 
 @pytest.mark.parametrize("backend", [INLINE, RAY], ids=["inline", "ray"])
 def test_a_disk_that_is_full_for_two_steps_costs_no_row_and_no_step(
     tiny_folder: Path, tmp_path: Path, backend: tuple[str, ...]
 ) -> None:
-    ended, folder = run_on_small_disk(tiny_folder, tmp_path, backend, full_at=20, free_at=60)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stderr.count("metrics.jsonl cannot be written: No space left on device") == 1
-    assert "was not saved" in ended.stderr
+    completed, folder = run_on_small_disk(tiny_folder, tmp_path, backend, full_at=20, free_at=60)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stderr.count("metrics.jsonl cannot be written: No space left on device") == 1
+    assert "was not saved" in completed.stderr
     for name in ("metrics.jsonl", "samples.jsonl"):
         steps = {json.loads(line)["step"] for line in (folder / name).read_text().splitlines()}
         assert steps == {1, 2, 3, 4, 5, 6}, name
@@ -100,6 +100,6 @@ def test_a_disk_that_is_full_for_two_steps_costs_no_row_and_no_step(
 def test_a_disk_that_stays_full_ends_the_run_for_a_retry_with_the_last_checkpoint(
     tiny_folder: Path, tmp_path: Path, backend: tuple[str, ...]
 ) -> None:
-    ended, folder = run_on_small_disk(tiny_folder, tmp_path, backend, full_at=20, free_at=10**9)
-    assert ended.returncode == 69, ended.stderr
+    completed, folder = run_on_small_disk(tiny_folder, tmp_path, backend, full_at=20, free_at=10**9)
+    assert completed.returncode == 69, completed.stderr
     assert [path.name for path in (folder / "checkpoints").glob("step-*")] == ["step-000001"]

@@ -1,5 +1,5 @@
-"""Runs without memory: a shared memory that is full (a small tmpfs in a mount namespace), and a
-learner that cannot allocate."""
+"""Runs without free memory: full shared memory (a small tmpfs in a mount namespace), or a learner
+that cannot allocate."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def starving(inputs, options):
             torch.zeros(1 << 30)
     return reinforce(inputs, options)
 """
-"""A loss that takes the process its memory, as each line of a plan says for one call."""
+"""A loss that exhausts the memory of its process. Each line of a plan is for one call."""
 
 Run = Callable[..., RunResult]
 
@@ -102,13 +102,13 @@ def run(tiny_folder: Path, tmp_path: Path, _ray: None) -> Run:
 
 
 def test_a_learner_that_cannot_allocate_gets_a_new_process_and_loses_nothing(run: Run) -> None:
-    calm = run("calm", "")
+    baseline = run("calm", "")
     starved = run("starved", "go\ngo\nstarve")
     [fault] = [fault for fault in read_faults(starved.folder) if fault.role == "policy"]
     assert fault.rejoined_at is not None
     assert "can't allocate memory" in fault.cause
-    assert checkpoint_state(starved) == checkpoint_state(calm)
-    assert figures(starved) == figures(calm)
+    assert checkpoint_state(starved) == checkpoint_state(baseline)
+    assert figures(starved) == figures(baseline)
 
 
 def test_a_learner_that_never_can_allocate_ends_the_run_for_a_retry_with_its_checkpoint(

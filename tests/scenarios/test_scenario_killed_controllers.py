@@ -1,8 +1,8 @@
-"""Fifty kills of the controller at random moments, each with a resume: nothing is lost or trained
-twice, and the runs end as those without a kill.
+"""Fifty kills of the controller at random moments, each with a resume: no sample is lost or
+trained on twice, and the results equal those without a kill.
 
-test_scenario_supervised.py kills the same under `rollick train --restarts`, which also ends what
-the dead process leaves behind.
+test_scenario_supervised.py does the same under `rollick train --restarts`, which also ends the
+processes that a dead controller leaves behind.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def test_ten_kills_at_random_moments_lose_and_double_nothing(
     killed = RunResult(run.folder, STEPS, {})
     assert learner_state(killed) == learner_state(undisturbed)
     assert figures(killed) == figures(undisturbed)
-    assert samples(killed) == samples(undisturbed)
+    assert read_sample_names(killed) == read_sample_names(undisturbed)
     assert audit(read_log(killed.folder / "ledger.jsonl")).groups.trained == 4 * STEPS
     assert processes_with(run.mark) == {}
 
 
-def samples(result: RunResult) -> list[str]:
-    """The samples that were trained on, in order; none twice."""
+def read_sample_names(result: RunResult) -> list[str]:
+    """The names of the trained samples, in order. Checks that each was trained on once."""
     lines = (result.folder / "samples.jsonl").read_text("utf-8").splitlines()
     names = [json.loads(line)["sample"] for line in lines]
     assert len(names) == len(set(names)) == 16 * STEPS

@@ -1,4 +1,4 @@
-"""A run that is killed during a step resumes with the same groups; its log adds up."""
+"""A run that is killed during a step resumes with the same groups; its ledger is consistent."""
 
 import json
 import os
@@ -51,30 +51,34 @@ def test_a_killed_run_starts_the_same_groups_again_with_the_same_prompts(
 
     before = _kill_in_the_step_after_a_checkpoint(file, path)
     assert sum(isinstance(event, BatchTrained) for event in before.events) < 6
-    full_run = {folder.name for folder in (tmp_path / "killed" / "checkpoints").glob("step-??????")}
+    complete_checkpoints = {
+        folder.name for folder in (tmp_path / "killed" / "checkpoints").glob("step-??????")
+    }
     run_recipe(load_recipe(file), resume=True)
     after = read_log(path)
 
     marks = [e for e in before.events if isinstance(e, CheckpointMarked)]
-    checkpoint = [mark for mark in marks if f"step-{mark.step:06d}" in full_run][-1]
+    checkpoint = [mark for mark in marks if f"step-{mark.step:06d}" in complete_checkpoints][-1]
     (restored,) = (e for e in after.events if isinstance(e, RunRestored))
     assert restored == RunRestored(checkpoint.step)
     prompts = {e.group: e.prompt for e in before.events if isinstance(e, GroupStarted)}
-    at = after.events.index(restored)
-    again = {e.group: e.prompt for e in after.events[at:] if isinstance(e, GroupStarted)}
+    restored_at = after.events.index(restored)
+    restarted = {
+        e.group: e.prompt for e in after.events[restored_at:] if isinstance(e, GroupStarted)
+    }
     in_flight = {group: name for group, name in prompts.items() if group >= checkpoint.started}
     assert in_flight
-    assert in_flight.items() <= again.items()
-    assert min(again) == checkpoint.started
+    assert in_flight.items() <= restarted.items()
+    assert min(restarted) == checkpoint.started
 
-    counted = effective_events(after)
-    trained = [uid for e in counted if isinstance(e, BatchTrained) for uid in e.groups]
+    effective = effective_events(after)
+    trained = [uid for e in effective if isinstance(e, BatchTrained) for uid in e.groups]
     assert len(trained) == len(set(trained)) == 6 * 4
     counts = audit(after)
     assert counts.groups.trained == 24
-    assert counts.groups.dropped == sum(isinstance(e, GroupDropped) for e in counted)
-    saved = tmp_path / "killed" / "checkpoints" / "step-000006" / "state.json"
-    state = json.loads(saved.read_text())["rollout"]["ledger"]
+    assert counts.groups.dropped == sum(isinstance(e, GroupDropped) for e in effective)
+    state_file = tmp_path / "killed" / "checkpoints" / "step-000006" / "state.json"
+    state = json.loads(state_file.read_text())["rollout"]["ledger"]
     assert audit(after, step=6, state=state).groups == counts.groups
 
 
@@ -87,15 +91,15 @@ def test_validation_leaves_nothing_in_the_log(run_toy: Run) -> None:
     assert audit(log).groups.trained == 2 * 4
 
 
-def _run(recipe: Path) -> "subprocess.Popen[bytes]":
+def _start_run(recipe: Path) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "rollick.cli", "train", str(recipe)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
 
 
 def _kill_in_the_step_after_a_checkpoint(recipe: Path, path: Path) -> LogContents:
-    """What the log had in it when the run was killed."""
-    process = _run(recipe)
+    """Start the run, kill it in the step after a checkpoint, and return its log at that time."""
+    process = _start_run(recipe)
     deadline = time.monotonic() + 90
     try:
         while not _is_in_a_step(path):

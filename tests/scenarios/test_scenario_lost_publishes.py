@@ -23,14 +23,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 FIXED = ("run.deterministic=true", "observe.samples_per_step=1000", "infer.slots=4")
 RAY = "cluster.backend=ray"
-ONE, TWO = "devices.generators=cpu:1", "devices.generators=cpu:1-2"
+ONE_ENGINE, TWO_ENGINES = "devices.generators=cpu:1", "devices.generators=cpu:1-2"
 
 Run = Callable[..., RunResult]
 
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The file with the point to die at. Ray's workers have the environment it started in."""
+    """The file with the point to die at. Ray's workers inherit the variable with its path."""
     folder = tmp_path_factory.mktemp("dying")
     path = dying_engine.install(folder / "plugins")
     with pytest.MonkeyPatch.context() as patch:
@@ -50,24 +50,26 @@ def run(tiny_folder: Path, tmp_path: Path) -> Run:
     return start
 
 
-@pytest.mark.parametrize("engines", [ONE, TWO], ids=["the only engine", "one of two"])
+@pytest.mark.parametrize(
+    "engines", [ONE_ENGINE, TWO_ENGINES], ids=["the only engine", "one of two"]
+)
 @pytest.mark.parametrize("point", ["receive", "commit"])
 def test_an_engine_that_is_killed_halfway_through_a_publish_changes_nothing(
     run: Run, plan: Path, point: str, engines: str
 ) -> None:
-    calm = run("calm", engines)
+    baseline = run("calm", engines)
     plan.write_text(f"{point}:2")
     faulty = run("faulty", RAY, engines)
     assert not plan.exists(), "no engine died"
     [fault] = read_faults(faulty.folder)
     assert (fault.role, fault.kind, fault.step) == ("generators", "killed", 1)
-    assert engines == TWO or fault.rejoined_at is not None
-    assert checkpoint_state(faulty) == checkpoint_state(calm)
-    assert figures(faulty) == figures(calm)
-    assert samples_of(faulty) == samples_of(calm)
+    assert engines == TWO_ENGINES or fault.rejoined_at is not None
+    assert checkpoint_state(faulty) == checkpoint_state(baseline)
+    assert figures(faulty) == figures(baseline)
+    assert read_samples(faulty) == read_samples(baseline)
     assert audit(read_log(faulty.folder / "ledger.jsonl")).groups.trained == 16
 
 
-def samples_of(result: RunResult) -> str:
-    """With the text and the versions of each."""
+def read_samples(result: RunResult) -> str:
+    """The recorded samples, with their text and policy versions."""
     return (result.folder / "samples.jsonl").read_text("utf-8")

@@ -1,5 +1,5 @@
 """Roles whose process is killed while a call to them is in flight: the role is rebuilt, the call is
-made again, and the run ends with the same weights."""
+retried, and the run ends with the same weights."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _ray() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folders(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Other models than the policy: options name them in braces."""
+    """The folders of the other models. Overrides name them in braces."""
     scorer = tmp_path_factory.mktemp("scorer")
     LocalRewardModel(recipe_of(tiny_folder), trainable=False).export(scorer)
     return {"other": save_tiny(tmp_path_factory.mktemp("other"), seed=1), "scorer": scorer}
@@ -73,13 +73,13 @@ def run(tiny_folder: Path, tmp_path: Path, folders: dict[str, Path], _ray: None)
 
 
 @pytest.fixture
-def distil(tiny_folder: Path, tmp_path: Path, folders: dict[str, Path], _ray: None) -> Run:
-    """Distils given answers."""
-    answers = {"source": "rollick.testing.toys:letter_rows", "completion": "answer"}
+def run_distill(tiny_folder: Path, tmp_path: Path, folders: dict[str, Path], _ray: None) -> Run:
+    """Runs the pipeline `distill` on the completions of the dataset."""
+    domain = {"source": "rollick.testing.toys:letter_rows", "completion": "answer"}
 
     def start(name: str) -> RunResult:
         recipe = without_rollout(toy_recipe(tiny_folder, tmp_path, name=name, steps=3))
-        recipe |= {"pipeline": "distill", "data": {"domains": {"letters": answers}}}
+        recipe |= {"pipeline": "distill", "data": {"domains": {"letters": domain}}}
         recipe |= {"teacher": {"path": str(folders["other"])}, "devices": {"teacher": "cpu:1"}}
         recipe["train"] |= {"batch_size": 8}
         return run_recipe(recipe_from_dict(recipe, overrides=FIXED))
@@ -87,11 +87,13 @@ def distil(tiny_folder: Path, tmp_path: Path, folders: dict[str, Path], _ray: No
     return start
 
 
-def kill_in(monkeypatch: pytest.MonkeyPatch, role: str, method: str, *, visit: int = 2) -> None:
+def kill_role_in_call(
+    monkeypatch: pytest.MonkeyPatch, role: str, method: str, *, visit: int = 2
+) -> None:
     """Kill the role's process when the method is called for the `visit`-th time."""
     send, visits = RayTransport.send, 0
 
-    async def killing(self: RayTransport, host: HostSpec, call: Call, shared: Any) -> Any:
+    async def send_and_kill(self: RayTransport, host: HostSpec, call: Call, shared: Any) -> Any:
         nonlocal visits
         if (call.role, call.method) == (role, method):
             visits += 1
@@ -99,7 +101,7 @@ def kill_in(monkeypatch: pytest.MonkeyPatch, role: str, method: str, *, visit: i
                 os.kill(self.processes[host.index].pid, signal.SIGKILL)
         return await send(self, host, call, shared)
 
-    monkeypatch.setattr(RayTransport, "send", killing)
+    monkeypatch.setattr(RayTransport, "send", send_and_kill)
 
 
 @pytest.mark.slow
@@ -120,23 +122,23 @@ def kill_in(monkeypatch: pytest.MonkeyPatch, role: str, method: str, *, visit: i
 def test_a_role_that_is_killed_in_a_call_is_rebuilt_and_changes_no_weights(
     run: Run, monkeypatch: pytest.MonkeyPatch, role: str, method: str, options: tuple[str, ...]
 ) -> None:
-    calm = run("calm", *options)
-    kill_in(monkeypatch, role, method)
-    check_rebuilt(run("faulty", *options), calm)
+    baseline = run("calm", *options)
+    kill_role_in_call(monkeypatch, role, method)
+    check_rebuilt(run("faulty", *options), baseline)
 
 
 @pytest.mark.slow
 def test_a_teacher_that_is_killed_while_given_answers_are_distilled_changes_no_weights(
-    distil: Run, monkeypatch: pytest.MonkeyPatch
+    run_distill: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calm = distil("calm")
-    kill_in(monkeypatch, "teacher", "top_logprobs")
-    check_rebuilt(distil("faulty"), calm)
+    baseline = run_distill("calm")
+    kill_role_in_call(monkeypatch, "teacher", "top_logprobs")
+    check_rebuilt(run_distill("faulty"), baseline)
 
 
-def check_rebuilt(faulty: RunResult, calm: RunResult) -> None:
+def check_rebuilt(faulty: RunResult, baseline: RunResult) -> None:
     repaired = [fault for fault in read_faults(faulty.folder) if fault.role != "generators"]
     assert [fault.kind for fault in repaired] == ["killed"]
     assert repaired[0].rejoined_at is not None
-    assert checkpoint_state(faulty) == checkpoint_state(calm)
-    assert figures(faulty) == figures(calm)
+    assert checkpoint_state(faulty) == checkpoint_state(baseline)
+    assert figures(faulty) == figures(baseline)

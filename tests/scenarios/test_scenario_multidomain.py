@@ -1,4 +1,4 @@
-"""RLVR over three domains at once: the rows are honest, and every domain improves."""
+"""RLVR over three domains at once: no held-out prompt is trained on, and all domains improve."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 GAIN = 0.1
 
 
-def load_rows() -> ModuleType:
+def load_multidomain() -> ModuleType:
     spec = importlib.util.spec_from_file_location("multidomain", RECIPES / "multidomain.py")
     assert spec is not None
     assert spec.loader is not None
@@ -29,14 +29,14 @@ def load_rows() -> ModuleType:
     return module
 
 
-rows = load_rows()
+multidomain = load_multidomain()
 
 
 @pytest.mark.parametrize("domain", ["math", "code", "general"])
 def test_held_out_prompts_of_the_tiny_recipe_are_trained_on_nowhere(domain: str) -> None:
-    seen = {row["prompt"] for row in [*getattr(rows, domain)(), *rows.warm_up()]}
-    held_out = {row["prompt"] for row in getattr(rows, f"held_out_{domain}")()}
-    assert len(held_out) == rows.HELD_OUT
+    seen = {row["prompt"] for row in [*getattr(multidomain, domain)(), *multidomain.warm_up()]}
+    held_out = {row["prompt"] for row in getattr(multidomain, f"held_out_{domain}")()}
+    assert len(held_out) == multidomain.HELD_OUT
     assert not held_out & seen
 
 
@@ -56,7 +56,7 @@ def test_the_starters_instructions_have_checkers() -> None:
 async def test_a_right_program_of_the_tiny_recipe_passes_in_the_sandbox_and_a_wrong_one_fails() -> (
     None
 ):
-    row: dict[str, Any] = rows.held_out_code()[0]
+    row: dict[str, Any] = multidomain.held_out_code()[0]
     right = await score_code(row["answer"], row)
     wrong = await score_code(row["answer"] + "0", row)
     assert (right.value, wrong.value) == (1.0, 0.0)
@@ -68,7 +68,7 @@ async def test_a_right_program_of_the_tiny_recipe_passes_in_the_sandbox_and_a_wr
 def test_a_tiny_model_improves_in_math_code_and_general_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = rows.make_model(tmp_path)
+    model = multidomain.make_model(tmp_path)
     options = [f"model.path={model}", f"run.folder={tmp_path}", "observe.sinks=[]"]
     run = run_recipe(load_recipe(RECIPES / "rlvr_multidomain.yaml", options))
     validated = [row for row in read_metrics(run.folder / "metrics.jsonl") if "eval/score" in row]

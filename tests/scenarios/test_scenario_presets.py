@@ -1,7 +1,7 @@
 """Every preset learns a toy task, and the same steps with shuffled scores do not.
 
-At staleness 0 and, for presets whose loss has a trust region, at staleness 2. The model starts at
-about 0.2; a policy that has learned to say letters only, and nothing of which, gets about 0.25.
+At staleness 0 and, for presets whose loss has a trust region, at staleness 2. The score
+starts at about 0.2; a policy that has only learned to write letters scores about 0.25.
 """
 
 from __future__ import annotations

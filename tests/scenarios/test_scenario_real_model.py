@@ -23,7 +23,7 @@ def test_a_real_model_trains_exports_and_gives_the_same_greedy_tokens_in_plain_t
         pytest.skip("the package with SmolLM2's weights is not installed")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    small = [
+    overrides = [
         "run.steps=1",
         "rollout.groups_per_step=2",
         "rollout.group_size=4",
@@ -36,9 +36,9 @@ def test_a_real_model_trains_exports_and_gives_the_same_greedy_tokens_in_plain_t
         "data.validation.sums.limit=8",
         "observe.sinks=[]",
     ]
-    run = run_recipe(load_recipe(RECIPE, small))
+    run = run_recipe(load_recipe(RECIPE, overrides))
     exported = export_run(run.folder, tmp_path / "exported")
-    loaded = load_recipe(RECIPE, [*small, "run.name=eval"])
+    loaded = load_recipe(RECIPE, [*overrides, "run.name=eval"])
     report = wait_for(evaluate_model(loaded, checkpoint=find_checkpoint(run.folder)))
 
     tokenizer = AutoTokenizer.from_pretrained(exported)
@@ -46,11 +46,11 @@ def test_a_real_model_trains_exports_and_gives_the_same_greedy_tokens_in_plain_t
     for group in report.groups:
         sample = group.samples[0]
         turns = [{"role": turn.role, "content": turn.content} for turn in group.prompt.turns]
-        asked = tokenizer.apply_chat_template(
+        inputs = tokenizer.apply_chat_template(
             turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        drawn = model.generate(**asked, max_new_tokens=24, do_sample=False)
-        assert drawn[0].tolist() == sample.token_ids.tolist()
+        generated = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+        assert generated[0].tolist() == sample.token_ids.tolist()
     assert (
         json.loads((tmp_path / "eval" / "evaluation.json").read_text())["overall"]["prompts"] == 8
     )

@@ -1,4 +1,4 @@
-"""The recipes of this repository: those on a toy learn it, the others are right."""
+"""The recipes of this repository: PPO learns its toy task, and every recipe is valid."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 def test_ppo_with_a_critic_learns_the_toy(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "model", alphabet=LETTERS, **SMALL_MODEL)
-    on_top = [f"model.path={model}", f"run.folder={tmp_path}", "observe.sinks=[]"]
-    loaded = load_recipe(RECIPES / "ppo_critic.yaml", [*on_top, "observe.live=off"])
+    overrides = [f"model.path={model}", f"run.folder={tmp_path}", "observe.sinks=[]"]
+    loaded = load_recipe(RECIPES / "ppo_critic.yaml", [*overrides, "observe.live=off"])
     result = run_recipe(loaded)
     rows = list(read_metrics(result.folder / "metrics.jsonl"))
     assert rows[0]["eval/pass@1"] < 0.4

@@ -1,8 +1,8 @@
 """Five short deterministic runs must end with the weights and metrics recorded for them.
 
-A change that is not meant to alter what a run computes keeps these records. A change that is meant
-to records them again: `python tests/scenarios/test_scenario_recorded_runs.py`, once on each kind of
-machine in the file, or removes the others.
+A change that is not meant to alter the results of a run must keep these records. After a change
+that is meant to, run `python tests/scenarios/test_scenario_recorded_runs.py` once on each kind of
+machine in the file, or remove the records of the other machines.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TOYS = "rollick.testing.toys"
 LETTERS = {"source": f"{TOYS}:letter_rows", "rewards": [f"{TOYS}:says_letter"]}
 
 
-def recipes(folder: Path) -> dict[str, dict[str, Any]]:
+def make_recipes(folder: Path) -> dict[str, dict[str, Any]]:
     """The recipe of each run, over models and files that are written to the folder."""
     (folder / "guess.py").write_text(ENVIRONMENT, encoding="utf-8")
     model = {"path": str(save_tiny(folder / "model"))}
@@ -54,18 +54,18 @@ def recipes(folder: Path) -> dict[str, dict[str, Any]]:
     guesser = {"path": str(save_tiny(folder / "guesser", alphabet="abcdefgh?", **sizes))}
     domains = {"domains": {"letters": LETTERS}, "validation": {"letters": LETTERS}}
     rollout = {"groups_per_step": 4, "group_size": 4}
-    short = {"max_tokens": 3}
+    sampling = {"max_tokens": 3}
     environment = {"limit": 8, "environment": {"name": "guess.py:Guess", "turn_tokens": 2}}
     pairs = {"source": f"{TOYS}:echo_pairs", "chosen": "answer", "rejected": "wrong"}
     answers = {"source": f"{TOYS}:letter_rows", "completion": "answer"}
     supervised = {"batch_size": 8, "optimizer": {"lr": 3e-3}}
     grpo = {"preset": "grpo", "kl": {"coefficient": 0.01}}
     infer = {"slots": 16, "max_length": 32}
-    shared = {"model": model, "data": domains, "sampling": short, "rollout": rollout}
-    reinforced = {**shared, "infer": infer}
+    shared = {"model": model, "data": domains, "sampling": sampling, "rollout": rollout}
+    rl_sections = {**shared, "infer": infer}
     return {
-        "rlvr": {**reinforced, "algorithm": grpo},
-        "ppo": {**reinforced, "algorithm": "ppo"},
+        "rlvr": {**rl_sections, "algorithm": grpo},
+        "ppo": {**rl_sections, "algorithm": "ppo"},
         "agentic": {
             "pipeline": "agentic",
             "model": guesser,
@@ -103,7 +103,7 @@ def run(name: str, folder: Path) -> RunResult:
         "evaluate": {"at_start": False},
         "observe": {"sinks": [], "live": "off"},
     }
-    return run_recipe(recipe_from_dict(common | recipes(folder)[name], base_dir=folder))
+    return run_recipe(recipe_from_dict(common | make_recipes(folder)[name], base_dir=folder))
 
 
 def record(result: RunResult) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def record(result: RunResult) -> dict[str, Any]:
 
 
 def machine() -> str:
-    """What the bits of a float depend on."""
+    """The torch version and the kind of CPU, which determine the exact bits of a result."""
     version, capability = torch.__version__.split("+")[0], torch.backends.cpu.get_cpu_capability()
     return f"torch {version}, {platform.machine()} {capability}"
 
@@ -136,7 +136,7 @@ def test_a_run_ends_with_its_recorded_weights_and_metrics(name: str, tmp_path: P
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        runs = {name: record(run(name, Path(folder))) for name in recipes(Path(folder))}
+        runs = {name: record(run(name, Path(folder))) for name in make_recipes(Path(folder))}
     records = json.loads(RECORDS.read_text("utf-8")) | {machine(): runs}
     text = json.dumps(records, indent=1, sort_keys=True)
     RECORDS.write_text(text + "\n", encoding="utf-8")

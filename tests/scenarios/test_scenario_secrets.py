@@ -42,11 +42,11 @@ class Run:
 def init(dir, **options):
     return Run(dir, options)
 """
-"""A tracker that writes down what it is told."""
+"""A fake `wandb` module that writes its options and metrics to a file."""
 
 
 class EchoingJudge(Judge):
-    """Every fifth request is refused, in a reply that has the key."""
+    """Rejects every fifth request with a reply that contains the key."""
 
     keys: ClassVar[list[str]] = []
 
@@ -71,8 +71,8 @@ def judge_url() -> Iterator[str]:
         server.shutdown()
 
 
-def contents(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """All files below the folder, and the members of those that are archives."""
+def read_contents(folder: Path) -> Iterator[tuple[str, bytes]]:
+    """Name and bytes of each file below the folder, and of each member of an archive."""
     for path in folder.rglob("*"):
         if path.is_file():
             yield str(path), path.read_bytes()
@@ -110,17 +110,17 @@ def test_no_file_of_a_run_has_the_key_of_its_judge_or_tracker(
         "WANDB_API_KEY": tracker_key,
     }
     command = [sys.executable, "-m", "rollick.cli", "train", str(recipe)]
-    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
+    completed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
 
     folder = tmp_path / "runs" / "canary"
-    assert ended.returncode == 0, ended.stderr
+    assert completed.returncode == 0, completed.stderr
     assert set(EchoingJudge.keys) == {f"Bearer {judge_key}"}
     assert "a wrong key" in (folder / "samples.jsonl").read_text("utf-8")
-    assert (folder / "tracker.jsonl").is_file(), ended.stderr
-    files = dict(contents(folder))
+    assert (folder / "tracker.jsonl").is_file(), completed.stderr
+    files = dict(read_contents(folder))
     assert {"dumps", "checkpoints", "tensorboard"} <= {
         Path(name).relative_to(folder).parts[0] for name in files if ": " not in name
     }
     for key in (judge_key, tracker_key):
         assert [name for name, content in files.items() if key.encode() in content] == []
-        assert key not in ended.stdout + ended.stderr
+        assert key not in completed.stdout + completed.stderr

@@ -1,4 +1,4 @@
-"""Prompts that are chosen by what their samples did: the same run, whatever happens between."""
+"""Prompt selection by earlier scores: it changes a run, and a resume does not change it."""
 
 from conftest import Run, learner_state
 
@@ -13,19 +13,19 @@ SELECTION = (*RETIRE, "data.selection.near_half_window=6")
 
 
 def test_a_resumed_run_that_selects_prompts_equals_an_uninterrupted_one(run_toy: Run) -> None:
-    full_run = run_toy(*SELECTION, name="full_run", steps=8)
+    uninterrupted = run_toy(*SELECTION, name="full_run", steps=8)
     run_toy(*SELECTION, name="halved", steps=5)
-    halved = run_toy(*SELECTION, name="halved", steps=8, resume=True)
-    assert learner_state(full_run) == learner_state(halved)
-    figures = [
+    resumed = run_toy(*SELECTION, name="halved", steps=8, resume=True)
+    assert learner_state(uninterrupted) == learner_state(resumed)
+    curves = [
         [row["data/retired"], row["data/pass_rate"], row["score/mean"]]
-        for row in read_metrics(full_run.folder / "metrics.jsonl")
+        for row in read_metrics(uninterrupted.folder / "metrics.jsonl")
     ]
-    assert figures == [
+    assert curves == [
         [row["data/retired"], row["data/pass_rate"], row["score/mean"]]
-        for row in read_metrics(halved.folder / "metrics.jsonl")
+        for row in read_metrics(resumed.folder / "metrics.jsonl")
     ]
-    assert figures[-1][0] > 0, "no prompt retired, so this run shows nothing of it"
+    assert curves[-1][0] > 0, "no prompt retired, so this run shows nothing of it"
 
 
 def test_a_selection_changes_what_a_run_trains_on(run_toy: Run) -> None:

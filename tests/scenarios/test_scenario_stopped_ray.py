@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 OPTIONS = ("cluster.backend=ray", "checkpoint.every=1")
 
 
-def raylets(mark: str) -> list[int]:
+def find_raylets(mark: str) -> list[int]:
     return [pid for pid, line in processes_with(mark).items() if "raylet/raylet" in line]
 
 
@@ -36,7 +36,7 @@ def test_a_run_with_a_stopped_raylet_ends_and_keeps_its_checkpoint(
     with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as process:
         try:
             wait_for_step(process, tmp_path / "stopped", 3)
-            (raylet,) = raylets(mark)
+            (raylet,) = find_raylets(mark)
             os.kill(raylet, signal.SIGSTOP)
             if signalled:
                 process.send_signal(signal.SIGTERM)
@@ -63,7 +63,7 @@ def test_a_supervised_run_with_a_stopped_raylet_continues(
     ) as process:
         try:
             wait_for_step(process, tmp_path / "stopped", 3)
-            (raylet,) = raylets(mark)
+            (raylet,) = find_raylets(mark)
             os.kill(raylet, signal.SIGSTOP)
             _, messages = process.communicate(timeout=300)
         finally:

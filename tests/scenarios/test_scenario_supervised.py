@@ -1,5 +1,5 @@
-"""Runs under `rollick train --restarts` whose controller is killed: nothing changes, nothing is
-left behind."""
+"""Runs under `rollick train --restarts` whose controller is killed: the results stay the same,
+and no process is left behind."""
 
 import os
 import random
@@ -35,7 +35,7 @@ def undisturbed(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @contextmanager
-def supervised(
+def start_supervised(
     model: Path, runs: Path, *overrides: str, restarts: int = 3, options: Sequence[str] = ()
 ) -> Generator[tuple[subprocess.Popen[str], str]]:
     """The supervisor, and a mark that all processes of its run have in their environment."""
@@ -55,16 +55,16 @@ def supervised(
             process.kill()
 
 
-def controller_of(supervisor: int) -> int | None:
-    """The supervisor's only child that is not an orphan: the run itself."""
-    return next((pid for pid, words in programs(supervisor) if b"--wait" not in words), None)
+def find_controller(supervisor: int) -> int | None:
+    """The process of the run: a child of the supervisor that is not a standby."""
+    return next((pid for pid, argv in find_programs(supervisor) if b"--wait" not in argv), None)
 
 
-def standby_of(supervisor: int) -> int | None:
-    return next((pid for pid, words in programs(supervisor) if b"--wait" in words), None)
+def find_standby(supervisor: int) -> int | None:
+    return next((pid for pid, argv in find_programs(supervisor) if b"--wait" in argv), None)
 
 
-def programs(supervisor: int) -> Iterator[tuple[int, list[bytes]]]:
+def find_programs(supervisor: int) -> Iterator[tuple[int, list[bytes]]]:
     """The processes of `rollick train` below the supervisor, and their command lines."""
     for process in find_descendants(supervisor):
         arguments = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
@@ -89,7 +89,7 @@ def wait_until(process: subprocess.Popen[str], condition: Callable[[], bool]) ->
 
 
 def kill_controller(process: subprocess.Popen[str]) -> None:
-    pid = controller_of(process.pid)
+    pid = find_controller(process.pid)
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
 
@@ -109,7 +109,7 @@ def test_a_run_whose_controller_is_killed_ends_with_the_same_weights(
     undisturbed: RunResult, tiny_folder: Path, tmp_path: Path, backend: str, kills: Sequence[int]
 ) -> None:
     folder = tmp_path / "killed"
-    with supervised(tiny_folder, tmp_path, f"cluster.backend={backend}") as (process, mark):
+    with start_supervised(tiny_folder, tmp_path, f"cluster.backend={backend}") as (process, mark):
         for number, step in enumerate(kills):
             wait_for_faults(process, folder, number)
             wait_for_step(process, folder, step)
@@ -128,13 +128,14 @@ def test_a_standby_resumes_with_the_same_weights(
     undisturbed: RunResult, tiny_folder: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "killed"
-    with supervised(tiny_folder, tmp_path, options=["--standby"]) as (process, mark):
-        wait_until(process, lambda: standby_of(process.pid) is not None)
-        standby = standby_of(process.pid)
+    with start_supervised(tiny_folder, tmp_path, options=["--standby"]) as (process, mark):
+        wait_until(process, lambda: find_standby(process.pid) is not None)
+        standby = find_standby(process.pid)
         kill_controller(process)
         wait_for_faults(process, folder, 1)
         wait_until(
-            process, lambda: bool((found := read_run_snapshot(folder)) and found.pid == standby)
+            process,
+            lambda: bool((snapshot := read_run_snapshot(folder)) and snapshot.pid == standby),
         )
         _, messages = process.communicate(timeout=300)
     assert process.returncode == 0, messages
@@ -144,14 +145,14 @@ def test_a_standby_resumes_with_the_same_weights(
 def test_ten_kills_at_random_moments_change_nothing(
     undisturbed: RunResult, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    moments, folder = random.Random(7), tmp_path / "killed"
-    with supervised(tiny_folder, tmp_path, restarts=10) as (process, mark):
+    rng, folder = random.Random(7), tmp_path / "killed"
+    with start_supervised(tiny_folder, tmp_path, restarts=10) as (process, mark):
         for number in range(10):
-            seen = (last_logged_step(folder) or 0) if moments.random() < 0.7 else -1
-            wait_until(process, lambda: controller_of(process.pid) is not None)
-            if 0 <= seen < STEPS - 1:  # Else: while it is still starting.
-                wait_for_step(process, folder, seen + 1)
-            time.sleep(moments.uniform(0, 0.5))  # Which moment it hits is free: all must be equal.
+            last_step = (last_logged_step(folder) or 0) if rng.random() < 0.7 else -1
+            wait_until(process, lambda: find_controller(process.pid) is not None)
+            if 0 <= last_step < STEPS - 1:  # Otherwise, kill it while it starts.
+                wait_for_step(process, folder, last_step + 1)
+            time.sleep(rng.uniform(0, 0.5))  # The result is the same at any time.
             kill_controller(process)
             wait_for_faults(process, folder, number + 1)
         _, messages = process.communicate(timeout=300)

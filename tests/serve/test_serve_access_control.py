@@ -1,4 +1,4 @@
-"""Which Host headers name the server."""
+"""AllowedHosts: the Host headers that the server accepts."""
 
 import pytest
 

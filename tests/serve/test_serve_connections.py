@@ -1,4 +1,4 @@
-"""Connections that never finish a request, beside those of honest clients, on a real port."""
+"""Connections that never finish a request, next to those of normal clients, on a real port."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from rollick.testing.tiny import tiny_tokenizer
 
 pytestmark = pytest.mark.asyncio
 
-HALF_A_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
+INCOMPLETE_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 @asynccontextmanager
-async def served(seconds: float = 0.0) -> AsyncGenerator[ServerAddress]:
+async def serve_fake_engine(seconds: float = 0.0) -> AsyncGenerator[ServerAddress]:
     codec = ChatCodec(tiny_tokenizer(), "chat")
     engine = FakeEngine(reply=lambda request: [5, 2], seconds=seconds)
     gateway = Gateway(codec, model="tiny", max_length=100, access=SingleEngineAccess(engine))
@@ -41,7 +41,7 @@ class RawConnection:
         self.reader, self.writer = reader, writer
 
     @classmethod
-    async def open(cls, address: ServerAddress, first: bytes = HALF_A_HEAD) -> RawConnection:
+    async def open(cls, address: ServerAddress, first: bytes = INCOMPLETE_HEAD) -> RawConnection:
         host, port = address.address.removeprefix("http://").split(":")
         connection = cls(*await asyncio.open_connection(host, int(port)))
         connection.writer.write(first)
@@ -70,7 +70,7 @@ async def chat(address: ServerAddress) -> int:
 
 async def test_half_open_connections_do_not_shut_out_a_client(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(server, "connection_limit", lambda: 8)
-    async with served() as address:
+    async with serve_fake_engine() as address:
         half_open = [await RawConnection.open(address) for _ in range(30)]
         assert await chat(address) == 200
         closed = [await each.is_closed(within_s=0.2) for each in half_open[:20]]
@@ -83,7 +83,7 @@ async def test_a_running_request_is_not_closed_for_new_connections(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(server, "connection_limit", lambda: 4)
-    async with served(seconds=1.0) as address:
+    async with serve_fake_engine(seconds=1.0) as address:
         running = asyncio.create_task(chat(address))
         await asyncio.sleep(0.4)
         half_open = [await RawConnection.open(address) for _ in range(12)]
@@ -96,8 +96,8 @@ async def test_a_running_request_is_not_closed_for_new_connections(
     "first",
     [
         b"",
-        HALF_A_HEAD,
-        # Without the token: the response comes before the body, which then never ends.
+        INCOMPLETE_HEAD,
+        # Without the token, the server responds before it has the body, which then never ends.
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n\r\n{",
     ],
 )
@@ -105,7 +105,7 @@ async def test_a_head_that_does_not_arrive_in_time_ends_its_connection(
     first: bytes, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(server, "HEAD_DEADLINE_S", 0.5)
-    async with served() as address:
+    async with serve_fake_engine() as address:
         slow = await RawConnection.open(address, first)
 
         async def drip() -> None:
@@ -124,7 +124,7 @@ async def test_a_response_may_take_longer_than_the_deadline_of_a_head(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(server, "HEAD_DEADLINE_S", 0.3)
-    async with served(seconds=1.0) as address:
+    async with serve_fake_engine(seconds=1.0) as address:
         assert await chat(address) == 200
 
 

@@ -30,7 +30,7 @@ HELLO = [{"role": "user", "content": "hi"}]
 
 
 class WatchedCodec(ChatCodec):
-    """Notes the thread in which each text is encoded."""
+    """Records the thread in which each text is encoded."""
 
     def __init__(self) -> None:
         super().__init__(tiny_tokenizer(), "chat")
@@ -41,7 +41,7 @@ class WatchedCodec(ChatCodec):
         return super()._tokenize(text)
 
 
-def gateway_of(
+def make_gateway(
     engine: Any, codec: ChatCodec | None = None, max_length: int = MAX_LENGTH
 ) -> Gateway:
     codec = codec or ChatCodec(tiny_tokenizer(), "chat")
@@ -60,7 +60,7 @@ async def send(
         )
 
 
-async def until(condition: Any) -> None:
+async def wait_until(condition: Any) -> None:
     async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)
@@ -68,15 +68,15 @@ async def until(condition: Any) -> None:
 
 async def test_closing_a_session_cancels_its_running_and_waiting_requests():
     engine = FakeEngine(seconds=math.inf)
-    gateway = gateway_of(engine)
+    gateway = make_gateway(engine)
     session = gateway.open_session(SampleId(3, 0), SingleEngineAccess(engine))
     tasks = [asyncio.create_task(send(gateway, session=session)) for _ in range(3)]
-    await until(lambda: len(engine.requests) == 1)
+    await wait_until(lambda: len(engine.requests) == 1)
     assert gateway.close_session(session.id) == ()
     for task in tasks:
-        with pytest.raises(BadRequest, match="session was closed") as refused:
+        with pytest.raises(BadRequest, match="session was closed") as rejected:
             await task
-        assert refused.value.status == 410
+        assert rejected.value.status == 410
     assert len(engine.requests) == 1
     assert engine.load().running == 0
     assert (gateway.running, session.segments) == (0, ())
@@ -84,7 +84,7 @@ async def test_closing_a_session_cancels_its_running_and_waiting_requests():
 
 async def test_a_session_that_is_closed_between_two_requests_rejects_the_next():
     engine = FakeEngine(reply=lambda _: [5, 2])
-    gateway = gateway_of(engine)
+    gateway = make_gateway(engine)
     session = gateway.open_session(SampleId(3, 0), SingleEngineAccess(engine))
     await send(gateway, session=session)
     assert len(gateway.close_session(session.id)) == 1
@@ -95,10 +95,10 @@ async def test_a_session_that_is_closed_between_two_requests_rejects_the_next():
 
 async def test_a_cancelled_caller_in_a_closed_session_stays_cancelled():
     engine = FakeEngine(seconds=math.inf)
-    gateway = gateway_of(engine)
+    gateway = make_gateway(engine)
     session = gateway.open_session(SampleId(3, 0), SingleEngineAccess(engine))
     task = asyncio.create_task(send(gateway, session=session))
-    await until(lambda: len(engine.requests) == 1)
+    await wait_until(lambda: len(engine.requests) == 1)
     gateway.close_session(session.id)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -108,18 +108,21 @@ async def test_a_cancelled_caller_in_a_closed_session_stays_cancelled():
 @pytest.mark.parametrize("in_a_session", [False, True])
 async def test_a_text_that_cannot_fit_is_rejected_before_it_is_encoded(in_a_session: bool):
     codec = WatchedCodec()
-    gateway = gateway_of(FakeEngine(reply=lambda _: [5, 2]), codec)
+    gateway = make_gateway(FakeEngine(reply=lambda _: [5, 2]), codec)
     session = gateway.open_http_session() if in_a_session else None
-    most = MAX_LENGTH * codec.max_token_length
+    max_characters = MAX_LENGTH * codec.max_token_length
     codec.threads.clear()
     for request, param in (
-        (read_chat({"messages": [{"role": "user", "content": "a" * (most + 1)}]}), "messages"),
-        (read_completion({"prompt": "a" * (most + 1)}), "prompt"),
+        (
+            read_chat({"messages": [{"role": "user", "content": "a" * (max_characters + 1)}]}),
+            "messages",
+        ),
+        (read_completion({"prompt": "a" * (max_characters + 1)}), "prompt"),
     ):
-        with pytest.raises(BadRequest, match=f"{most + 1} characters") as refused:
+        with pytest.raises(BadRequest, match=f"{max_characters + 1} characters") as rejected:
             await send(gateway, request, session)
-        assert (refused.value.status, refused.value.param) == (400, param)
-        assert refused.value.code == "context_length_exceeded"
+        assert (rejected.value.status, rejected.value.param) == (400, param)
+        assert rejected.value.code == "context_length_exceeded"
     assert codec.threads == []
 
 
@@ -129,7 +132,7 @@ async def test_a_long_text_is_encoded_in_another_thread_and_a_short_one_here(
     chat: bool, in_a_session: bool
 ):
     codec = WatchedCodec()
-    gateway = gateway_of(FakeEngine(reply=lambda _: [5, 2]), codec, 4 * LONG_TEXT)
+    gateway = make_gateway(FakeEngine(reply=lambda _: [5, 2]), codec, 4 * LONG_TEXT)
     session = gateway.open_http_session() if in_a_session else None
     for text, here in (("a", True), ("a" * (LONG_TEXT + 1), False)):
         codec.threads.clear()
@@ -140,15 +143,15 @@ async def test_a_long_text_is_encoded_in_another_thread_and_a_short_one_here(
 
 
 async def test_top_k_above_the_vocabulary_size_is_rejected():
-    gateway = gateway_of(FakeEngine(reply=lambda _: [5, 2]), None)
+    gateway = make_gateway(FakeEngine(reply=lambda _: [5, 2]), None)
     size = gateway.codec.vocabulary_size
-    with pytest.raises(BadRequest, match=f"{size} tokens") as refused:
+    with pytest.raises(BadRequest, match=f"{size} tokens") as rejected:
         await send(gateway, read_chat({"messages": HELLO, "top_k": 2**63}))
-    assert (refused.value.status, refused.value.param) == (400, "top_k")
+    assert (rejected.value.status, rejected.value.param) == (400, "top_k")
     await send(gateway, read_chat({"messages": HELLO, "top_k": size}))
 
 
-class Endless:
+class EndlessEngine:
     """An EngineAccess whose responses never end; records whether a client still listens."""
 
     listened = False
@@ -172,10 +175,10 @@ async def test_a_client_that_does_not_read_its_response_is_disconnected(
     monkeypatch: pytest.MonkeyPatch, reads: int
 ):
     monkeypatch.setattr(app, "SEND_DEADLINE_S", 0.1)
-    access: Any = Endless()
+    access: Any = EndlessEngine()
     codec = ChatCodec(tiny_tokenizer(), "chat")
     gateway = Gateway(codec, model="tiny", max_length=MAX_LENGTH, access=access)
-    served = make_app(gateway, "secret", AllowedHosts.of("127.0.0.1"))
+    asgi_app = make_app(gateway, "secret", AllowedHosts.of("127.0.0.1"))
     body = b'{"messages": [{"role": "user", "content": "hi"}], "stream": true}'
     messages = [{"type": "http.request", "body": body, "more_body": False}]
     sent: list[Any] = []
@@ -205,6 +208,6 @@ async def test_a_client_that_does_not_read_its_response_is_disconnected(
         "scheme": "http",
     }
     async with asyncio.timeout(20):
-        await served(scope, receive, send)
+        await asgi_app(scope, receive, send)
     assert len(sent) == reads
     assert (access.listened, gateway.running) == (False, 0)

@@ -33,7 +33,7 @@ from rollick.types import NOT_SAMPLED, Request, SampleId, Sampling
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 LONG = 3000
-"""Tokens of an answer that is still being drawn when its client goes away."""
+"""Tokens of a response that is still being generated when its client disconnects."""
 HELLO: Any = [{"role": "user", "content": "hi"}]
 CODEC = ChatCodec(tiny_tokenizer(), "chat")
 CLIENTS: list[AsyncOpenAI] = []
@@ -42,7 +42,7 @@ CLIENTS: list[AsyncOpenAI] = []
 
 @dataclass(frozen=True)
 class Site:
-    """A running server and what is behind it."""
+    """A running server with its gateway and engine."""
 
     served: ServerAddress
     gateway: Gateway
@@ -73,7 +73,9 @@ async def close_clients() -> AsyncGenerator[None]:
 
 
 @asynccontextmanager
-async def site(engine: Engine, *, max_length: int = 256, **options: Any) -> AsyncGenerator[Site]:
+async def run_site(
+    engine: Engine, *, max_length: int = 256, **options: Any
+) -> AsyncGenerator[Site]:
     gateway = Gateway(
         CODEC, model="tiny", max_length=max_length, access=SingleEngineAccess(engine), **options
     )
@@ -94,33 +96,33 @@ async def tiny(tiny_folder: Path) -> AsyncGenerator[Site]:
         ModelConfig(path=str(tiny_folder)),
         stops=StopRules((), CODEC.decode),
     )
-    async with site(engine, max_length=LONG + 100) as service:
+    async with run_site(engine, max_length=LONG + 100) as service:
         yield service
     torch.set_num_threads(threads)
 
 
 @asynccontextmanager
-async def fake(
+async def run_fake_site(
     reply: str | Callable[[Request], str] = "ok", **options: Any
 ) -> AsyncGenerator[Site]:
-    """Scripted answers in the tiny tokenizer's ids, ended by its end of turn."""
+    """Run a site with scripted replies: ids of the tiny tokenizer and its end-of-turn token."""
 
     def ids(request: Request) -> list[int]:
         text = reply if isinstance(reply, str) else reply(request)
         return [*CODEC.encode_text(text).tolist()[1:], 2]
 
     limits = {name: options.pop(name) for name in ("max_requests",) if name in options}
-    async with site(FakeEngine(reply=ids, **options), **limits) as service:
+    async with run_site(FakeEngine(reply=ids, **options), **limits) as service:
         yield service
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def wait_until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
-async def drawn_by(engine: Engine, text: str, sampling: Sampling, stream: int) -> list[int]:
+async def generate_ids(engine: Engine, text: str, sampling: Sampling, stream: int) -> list[int]:
     request = Request(
         SampleId(10**6, stream % 97), CODEC.encode_text(text), sampling, stream=stream
     )
@@ -128,23 +130,25 @@ async def drawn_by(engine: Engine, text: str, sampling: Sampling, stream: int) -
 
 
 async def test_a_chat_response_has_usage_and_a_finish_reason(tiny: Site):
-    answer = await tiny.client().chat.completions.create(model="tiny", messages=HELLO, max_tokens=5)
-    (choice,) = answer.choices
+    response = await tiny.client().chat.completions.create(
+        model="tiny", messages=HELLO, max_tokens=5
+    )
+    (choice,) = response.choices
     assert choice.finish_reason == "length"
     assert choice.message.role == "assistant"
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens == 4
-    assert answer.usage.completion_tokens == 5
-    assert answer.usage.total_tokens == 9
-    assert (answer.object, answer.model) == ("chat.completion", "tiny")
+    assert response.usage is not None
+    assert response.usage.prompt_tokens == 4
+    assert response.usage.completion_tokens == 5
+    assert response.usage.total_tokens == 9
+    assert (response.object, response.model) == ("chat.completion", "tiny")
 
 
 async def test_greedy_text_equals_the_engines_own(tiny: Site):
-    answer = await tiny.client().completions.create(
+    response = await tiny.client().completions.create(
         model="tiny", prompt="ab", temperature=0, max_tokens=6
     )
-    expected = await drawn_by(tiny.engine, "ab", Sampling(0.0, 6), 1)
-    assert answer.choices[0].text == CODEC.decode(expected)
+    expected = await generate_ids(tiny.engine, "ab", Sampling(0.0, 6), 1)
+    assert response.choices[0].text == CODEC.decode(expected)
 
 
 async def test_a_stream_is_the_same_text_in_many_chunks(tiny: Site):
@@ -172,12 +176,12 @@ async def test_a_completion_streams_too(tiny: Site):
         model="tiny", prompt="ab", max_tokens=8, temperature=0, stream=True
     )
     pieces = [chunk.choices[0].text async for chunk in stream]
-    expected = await drawn_by(tiny.engine, "ab", Sampling(0.0, 8), 1)
+    expected = await generate_ids(tiny.engine, "ab", Sampling(0.0, 8), 1)
     assert "".join(pieces) == CODEC.decode(expected)
 
 
 async def test_an_engine_that_cannot_stream_sends_one_chunk():
-    async with fake("hello") as service:
+    async with run_fake_site("hello") as service:
         stream = await service.client().chat.completions.create(
             model="tiny", messages=HELLO, stream=True
         )
@@ -188,10 +192,10 @@ async def test_an_engine_that_cannot_stream_sends_one_chunk():
 
 async def test_the_same_seed_gives_the_same_text_and_another_seed_another_text(tiny: Site):
     async def text(seed: int | None) -> str | None:
-        answer = await tiny.client().chat.completions.create(
+        response = await tiny.client().chat.completions.create(
             model="tiny", messages=HELLO, max_tokens=20, seed=seed
         )
-        return answer.choices[0].message.content
+        return response.choices[0].message.content
 
     first, again, other, free = [await text(seed) for seed in (1, 1, 2, None)]
     assert first == again
@@ -213,21 +217,21 @@ async def test_two_choices_of_one_request_differ_and_are_in_order(tiny: Site):
 
 
 async def test_several_prompts_are_several_choices(tiny: Site):
-    answer = await tiny.client().completions.create(
+    response = await tiny.client().completions.create(
         model="tiny", prompt=["a", "b"], n=2, max_tokens=3, temperature=0
     )
-    texts = [choice.text for choice in answer.choices]
-    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    texts = [choice.text for choice in response.choices]
+    assert [choice.index for choice in response.choices] == [0, 1, 2, 3]
     assert texts[0] == texts[1] != texts[2] == texts[3]
 
 
 async def test_a_stop_string_ends_the_text_and_is_left_out():
-    async with fake("one;two") as service:
-        answer = await service.client().chat.completions.create(
+    async with run_fake_site("one;two") as service:
+        response = await service.client().chat.completions.create(
             model="tiny", messages=HELLO, stop=[";"]
         )
-    assert answer.choices[0].message.content == "one"
-    assert answer.choices[0].finish_reason == "stop"
+    assert response.choices[0].message.content == "one"
+    assert response.choices[0].finish_reason == "stop"
 
 
 async def test_the_native_engine_stops_at_a_stop_string(tiny: Site):
@@ -244,14 +248,14 @@ async def test_the_native_engine_stops_at_a_stop_string(tiny: Site):
 
 
 async def test_token_ids_and_log_probs_come_as_an_extension(tiny: Site):
-    answer = await tiny.client().chat.completions.create(
+    response = await tiny.client().chat.completions.create(
         model="tiny",
         messages=HELLO,
         max_tokens=6,
         logprobs=True,
         extra_body={"return_token_ids": True},
     )
-    body = answer.model_dump()
+    body = response.model_dump()
     (choice,) = body["choices"]
     assert body["prompt_token_ids"] == CODEC.encode_messages(HELLO).tolist()
     assert CODEC.decode(choice["token_ids"]) == choice["message"]["content"]
@@ -283,9 +287,9 @@ async def test_models_are_listed_and_found_by_name(tiny: Site):
 
 
 async def test_two_concurrent_clients_are_batched():
-    async with fake("x" * 10, seconds=0.5) as service:
-        ask = service.client().chat.completions.create
-        await asyncio.gather(*(ask(model="tiny", messages=HELLO) for _ in range(2)))
+    async with run_fake_site("x" * 10, seconds=0.5) as service:
+        create_chat = service.client().chat.completions.create
+        await asyncio.gather(*(create_chat(model="tiny", messages=HELLO) for _ in range(2)))
         assert service.engine.peak == 2
 
 
@@ -294,30 +298,33 @@ async def test_a_request_without_the_token_is_rejected(tiny: Site, key: str):
     with pytest.raises(openai.AuthenticationError, match="token is missing or wrong"):
         await tiny.client(api_key=key or "-").models.list()
     headers = {"authorization": key}
-    answer = await tiny.post("/v1/chat/completions", {"messages": HELLO}, headers=headers)
-    assert answer.status_code == 401
-    assert answer.json()["error"]["code"] == "invalid_api_key"
-    assert answer.headers["www-authenticate"] == "Bearer"
+    response = await tiny.post("/v1/chat/completions", {"messages": HELLO}, headers=headers)
+    assert response.status_code == 401
+    assert response.json()["error"]["code"] == "invalid_api_key"
+    assert response.headers["www-authenticate"] == "Bearer"
 
 
 async def test_a_request_with_an_unknown_host_is_rejected_even_with_the_token(tiny: Site):
     for path in ("/v1/models", "/health"):
-        answer = await tiny.send("GET", path, headers={"host": "evil.example"})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "host_not_allowed")
+        response = await tiny.send("GET", path, headers={"host": "evil.example"})
+        assert (response.status_code, response.json()["error"]["code"]) == (403, "host_not_allowed")
 
 
 async def test_health_needs_no_token_and_reveals_nothing(tiny: Site):
-    answer = await tiny.send("GET", "/health", headers={"authorization": ""})
-    assert answer.json() == {"status": "ok"}
+    response = await tiny.send("GET", "/health", headers={"authorization": ""})
+    assert response.json() == {"status": "ok"}
 
 
 async def test_no_response_can_be_rendered_as_a_page(tiny: Site):
     body = {"messages": HELLO, "<script>": 1}
-    for answer in (await tiny.send("GET", "/v1/models"), await tiny.post("/v1/completions", body)):
-        assert answer.headers["content-type"] == "application/json"
-        assert answer.headers["x-content-type-options"] == "nosniff"
-        assert "default-src 'none'" in answer.headers["content-security-policy"]
-        assert "access-control-allow-origin" not in answer.headers
+    for response in (
+        await tiny.send("GET", "/v1/models"),
+        await tiny.post("/v1/completions", body),
+    ):
+        assert response.headers["content-type"] == "application/json"
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert "default-src 'none'" in response.headers["content-security-policy"]
+        assert "access-control-allow-origin" not in response.headers
 
 
 @pytest.mark.parametrize(
@@ -335,9 +342,9 @@ async def test_no_response_can_be_rendered_as_a_page(tiny: Site):
 async def test_a_bad_request_gets_an_error_in_openais_format(
     tiny: Site, body: Any, status: int, param: str | None
 ):
-    answer = await tiny.post("/v1/chat/completions", body)
-    assert answer.status_code == status
-    error = answer.json()["error"]
+    response = await tiny.post("/v1/chat/completions", body)
+    assert response.status_code == status
+    error = response.json()["error"]
     assert error["param"] == param
     assert error["message"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -352,14 +359,14 @@ async def test_an_invalid_token_id_is_rejected_without_affecting_others(tiny: Si
 
 async def test_unknown_paths_and_methods_have_the_same_error_format(tiny: Site):
     for method, path, status in (("GET", "/v2", 404), ("GET", "/v1/completions", 405)):
-        answer = await tiny.send(method, path)
-        assert answer.status_code == status
-        assert path in answer.json()["error"]["message"]
+        response = await tiny.send(method, path)
+        assert response.status_code == status
+        assert path in response.json()["error"]["message"]
 
 
 async def test_a_body_that_is_too_large_is_rejected(tiny: Site):
-    answer = await tiny.send("POST", "/v1/completions", content=b" " * (5 << 20))
-    assert answer.status_code == 413
+    response = await tiny.send("POST", "/v1/completions", content=b" " * (5 << 20))
+    assert response.status_code == 413
 
 
 async def test_a_disconnecting_client_aborts_its_request(tiny: Site):
@@ -371,7 +378,7 @@ async def test_a_disconnecting_client_aborts_its_request(tiny: Site):
                 json={"prompt": "a", "max_tokens": LONG},
                 headers={"authorization": f"Bearer {tiny.served.token}"},
             )
-    await until(lambda: tiny.engine.load().running == 0 and tiny.gateway.running == 0)
+    await wait_until(lambda: tiny.engine.load().running == 0 and tiny.gateway.running == 0)
     assert tiny.engine.load().generated_tokens - before < LONG
 
 
@@ -383,21 +390,21 @@ async def test_a_client_that_disconnects_from_a_stream_aborts_all_its_choices(ti
     async for _ in stream:
         break
     await stream.close()
-    await until(lambda: tiny.engine.load().running == 0 and tiny.gateway.running == 0)
+    await wait_until(lambda: tiny.engine.load().running == 0 and tiny.gateway.running == 0)
     assert tiny.engine.load().generated_tokens - before < 2 * LONG
 
 
 async def test_too_many_requests_get_status_429():
-    async with fake(seconds=math.inf, max_requests=2) as service:
-        ask = service.client().chat.completions.create
-        waiting = [asyncio.create_task(ask(model="tiny", messages=HELLO)) for _ in range(2)]
-        await until(lambda: service.gateway.running == 2)
+    async with run_fake_site(seconds=math.inf, max_requests=2) as service:
+        create_chat = service.client().chat.completions.create
+        waiting = [asyncio.create_task(create_chat(model="tiny", messages=HELLO)) for _ in range(2)]
+        await wait_until(lambda: service.gateway.running == 2)
         with pytest.raises(openai.RateLimitError, match="the limit is 2"):
-            await ask(model="tiny", messages=HELLO)
+            await create_chat(model="tiny", messages=HELLO)
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        await until(lambda: service.gateway.running == 0)
+        await wait_until(lambda: service.gateway.running == 0)
 
 
 @pytest.mark.parametrize(
@@ -405,7 +412,7 @@ async def test_too_many_requests_get_status_429():
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_engine_failure_is_a_server_error(error: EngineError, status: int, stream: bool):
-    async with fake() as service:
+    async with run_fake_site() as service:
         service.engine.fail_with = error
         with pytest.raises(openai.InternalServerError, match=error.message) as failed:
             await service.client().chat.completions.create(
@@ -415,28 +422,28 @@ async def test_an_engine_failure_is_a_server_error(error: EngineError, status: i
 
 
 async def test_stopping_lets_running_responses_finish():
-    # The site closes its own clients before it stops.
+    # This client stays open while the site stops.
     async with AsyncOpenAI(api_key="of the site", max_retries=0, timeout=30) as client:
-        async with fake("late", seconds=0.5) as service:
+        async with run_fake_site("late", seconds=0.5) as service:
             url, key = service.served.base_url, service.served.token
             chat = client.with_options(base_url=url, api_key=key).chat
             task = asyncio.create_task(chat.completions.create(model="tiny", messages=HELLO))
-            await until(lambda: service.gateway.running == 1)
+            await wait_until(lambda: service.gateway.running == 1)
         assert (await task).choices[0].message.content == "late"
 
 
 async def test_stopping_aborts_responses_that_take_too_long():
-    async with fake(seconds=math.inf) as service:
+    async with run_fake_site(seconds=math.inf) as service:
         task = asyncio.create_task(
             service.client().chat.completions.create(model="tiny", messages=HELLO)
         )
-        await until(lambda: service.gateway.running == 1)
+        await wait_until(lambda: service.gateway.running == 1)
     with pytest.raises(openai.APIError):
         await task
     assert service.gateway.running == 0
 
 
-def logprobs_of(token_ids: Any, mask: Any) -> Any:
+def compute_logprobs(token_ids: Any, mask: Any) -> Any:
     """Log-probs of the masked tokens by one plain forward over the full sequence."""
     model = tiny_model(len(tiny_tokenizer())).eval()
     ids = torch.from_numpy(token_ids.astype(np.int64))
@@ -446,38 +453,38 @@ def logprobs_of(token_ids: Any, mask: Any) -> Any:
     return actual[mask[1:]]
 
 
-async def agent(client: AsyncOpenAI, *questions: str) -> list[str]:
-    """Knows a base URL and nothing of training; keeps its own history of messages."""
+async def run_agent(client: AsyncOpenAI, *questions: str) -> list[str]:
+    """Run an agent that knows only a base URL and keeps its own message history."""
     messages: Any = []
     for question in questions:
         messages.append({"role": "user", "content": question})
-        answer = await client.chat.completions.create(
+        response = await client.chat.completions.create(
             model="some-model", messages=messages, max_tokens=5
         )
-        messages.append(answer.choices[0].message)
+        messages.append(response.choices[0].message)
     return [message.content for message in messages[1::2]]
 
 
 async def test_an_agents_session_becomes_one_token_exact_segment(tiny: Site):
     session = tiny.gateway.open_session(SampleId(7, 1), SingleEngineAccess(tiny.engine), seed=1)
     client = tiny.client(base_url=tiny.served.address + session.path, api_key=session.token)
-    texts = await agent(client, "a", "b", "c")
+    texts = await run_agent(client, "a", "b", "c")
     (segment,) = tiny.gateway.close_session(session.id)
-    drawn = segment.token_ids[segment.loss_mask].tolist()
-    assert len(drawn) == 15
+    sampled = segment.token_ids[segment.loss_mask].tolist()
+    assert len(sampled) == 15
     assert segment.turns == 3
-    assert CODEC.decode(drawn) == "".join(texts)
+    assert CODEC.decode(sampled) == "".join(texts)
     assert segment.versions[segment.loss_mask].tolist() == [0] * 15
     assert (segment.versions[~segment.loss_mask] == NOT_SAMPLED).all()
-    again = logprobs_of(segment.token_ids, segment.loss_mask)
+    again = compute_logprobs(segment.token_ids, segment.loss_mask)
     np.testing.assert_allclose(segment.logprobs[segment.loss_mask], again, atol=1e-4)
 
 
 async def test_a_sessions_sampling_is_the_trainers_not_the_agents():
-    async with fake("x" * 50) as service:
-        ruled = Sampling(temperature=0.8, max_tokens=6, stop=("!",))
+    async with run_fake_site("x" * 50) as service:
+        session_sampling = Sampling(temperature=0.8, max_tokens=6, stop=("!",))
         session = service.gateway.open_session(
-            SampleId(3, 0), SingleEngineAccess(service.engine), sampling=ruled
+            SampleId(3, 0), SingleEngineAccess(service.engine), sampling=session_sampling
         )
         client = service.client(base_url=service.served.address + session.path)
         await client.chat.completions.create(
@@ -492,44 +499,44 @@ async def test_a_sessions_sampling_is_the_trainers_not_the_agents():
 
 
 async def test_concurrent_requests_of_an_agent_run_one_after_the_other():
-    async with fake("ok", seconds=0.05) as service:
+    async with run_fake_site("ok", seconds=0.05) as service:
         session = service.gateway.open_session(SampleId(3, 0), SingleEngineAccess(service.engine))
         client = service.client(base_url=service.served.address + session.path)
-        ask = client.chat.completions.create
-        await asyncio.gather(*(ask(model="m", messages=HELLO) for _ in range(3)))
+        create_chat = client.chat.completions.create
+        await asyncio.gather(*(create_chat(model="m", messages=HELLO) for _ in range(3)))
         assert service.engine.peak == 1
         assert len(service.gateway.close_session(session.id)) == 3
 
 
 async def test_a_response_that_the_agent_did_not_wait_for_is_not_recorded():
-    async with fake(seconds=math.inf) as service:
+    async with run_fake_site(seconds=math.inf) as service:
         session = service.gateway.open_session(SampleId(3, 0), SingleEngineAccess(service.engine))
         client = service.client(base_url=service.served.address + session.path)
         with pytest.raises(openai.APITimeoutError):
             await client.with_options(timeout=0.3).chat.completions.create(
                 model="m", messages=HELLO
             )
-        await until(lambda: service.gateway.running == 0)
+        await wait_until(lambda: service.gateway.running == 0)
         assert service.gateway.close_session(session.id) == ()
 
 
 async def test_a_sessions_token_gives_access_to_that_session_only(tiny: Site):
-    mine, other = (
+    own, other = (
         tiny.gateway.open_session(SampleId(n, 0), SingleEngineAccess(tiny.engine)) for n in range(2)
     )
-    headers = {"authorization": f"Bearer {mine.token}"}
-    paths = [f"{mine.path}/models", f"{other.path}/models", "/v1/models", f"/sessions/{mine.id}"]
+    headers = {"authorization": f"Bearer {own.token}"}
+    paths = [f"{own.path}/models", f"{other.path}/models", "/v1/models", f"/sessions/{own.id}"]
     statuses = [(await tiny.send("GET", path, headers=headers)).status_code for path in paths]
     assert statuses == [200, 401, 401, 401]
-    for session in (mine, other):
+    for session in (own, other):
         tiny.gateway.close_session(session.id)
 
 
 async def test_sessions_can_be_opened_read_and_closed_over_http():
-    async with fake("yo") as service:
+    async with run_fake_site("yo") as service:
         opened = (await service.send("POST", "/sessions")).json()
         client = service.client(base_url=opened["base_url"], api_key=opened["token"])
-        await agent(client, "a", "b")
+        await run_agent(client, "a", "b")
         shown = (await service.send("GET", f"/sessions/{opened['id']}")).json()
         closed = (await service.send("DELETE", f"/sessions/{opened['id']}")).json()
         gone = await service.send("GET", f"/sessions/{opened['id']}")
@@ -561,7 +568,7 @@ async def test_a_gateway_without_an_engine_serves_sessions_only():
         session = gateway.open_session(SampleId(0, 0), SingleEngineAccess(engine))
         with pytest.raises(openai.NotFoundError, match="sessions only"):
             await service.client().chat.completions.create(model="tiny", messages=HELLO)
-        assert await agent(service.client(base_url=served.address + session.path), "a") == ["1"]
+        assert await run_agent(service.client(base_url=served.address + session.path), "a") == ["1"]
 
 
 async def test_a_port_in_use_raises_a_clear_error():
@@ -574,18 +581,18 @@ async def test_a_port_in_use_raises_a_clear_error():
 
 
 async def test_a_response_to_an_unexpected_error_cannot_be_rendered_as_a_page():
-    async with fake() as service:
+    async with run_fake_site() as service:
         service.engine.fail_with = ZeroDivisionError("secret")
-        answer = await service.post("/v1/chat/completions", {"messages": HELLO})
-    assert answer.status_code == 500
-    assert "secret" not in answer.text
-    assert answer.headers["x-content-type-options"] == "nosniff"
-    assert "default-src 'none'" in answer.headers["content-security-policy"]
-    assert answer.headers["cache-control"] == "no-store"
+        response = await service.post("/v1/chat/completions", {"messages": HELLO})
+    assert response.status_code == 500
+    assert "secret" not in response.text
+    assert response.headers["x-content-type-options"] == "nosniff"
+    assert "default-src 'none'" in response.headers["content-security-policy"]
+    assert response.headers["cache-control"] == "no-store"
 
 
 async def test_the_policy_version_of_each_token_comes_with_the_token_ids():
-    async with fake("ok", version=7) as service:
+    async with run_fake_site("ok", version=7) as service:
         body = {"messages": HELLO, "return_token_ids": True}
         full = (await service.post("/v1/chat/completions", body)).json()["choices"][0]
         plain = (await service.post("/v1/chat/completions", {"messages": HELLO})).json()

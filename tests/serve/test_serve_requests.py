@@ -1,4 +1,4 @@
-"""What clients may ask for: every parameter is obeyed, harmless, or refused by name."""
+"""Request parsing: every parameter is applied, accepted without effect, or rejected by name."""
 
 import json
 import time
@@ -16,63 +16,71 @@ from rollick.types import Sampling
 HELLO = [{"role": "user", "content": "hi"}]
 
 
-def chat(**body: Any) -> ApiRequest:
+def parse_chat(**body: Any) -> ApiRequest:
     return read_chat({"messages": HELLO, **body})
 
 
-def messages_of(*messages: dict[str, Any]) -> tuple[Any, ...]:
-    content = read_chat({"messages": list(messages)}).prompt
-    assert isinstance(content, ChatPrompt)
-    return content.messages
+def parse_messages(*messages: dict[str, Any]) -> tuple[Any, ...]:
+    chat_prompt = read_chat({"messages": list(messages)}).prompt
+    assert isinstance(chat_prompt, ChatPrompt)
+    return chat_prompt.messages
 
 
 def test_a_request_with_only_messages_has_openais_defaults():
-    ask = chat()
-    assert ask.choices_per_prompt == 1
-    assert (ask.stream, ask.return_logprobs, ask.return_token_ids) == (False, False, False)
-    assert ask.sampling(available=7) == Sampling(temperature=1.0, max_tokens=7)
+    request = parse_chat()
+    assert request.choices_per_prompt == 1
+    assert (request.stream, request.return_logprobs, request.return_token_ids) == (
+        False,
+        False,
+        False,
+    )
+    assert request.sampling(available=7) == Sampling(temperature=1.0, max_tokens=7)
 
 
 def test_sampling_parameters_reach_the_engine():
-    ask = chat(temperature=0.5, top_p=0.9, top_k=4, stop=["a", "b"], max_tokens=3, seed=-1)
-    assert ask.sampling(available=7) == Sampling(0.5, 3, 0.9, 4, ("a", "b"))
-    assert ask.seed == -1
+    request = parse_chat(
+        temperature=0.5, top_p=0.9, top_k=4, stop=["a", "b"], max_tokens=3, seed=-1
+    )
+    assert request.sampling(available=7) == Sampling(0.5, 3, 0.9, 4, ("a", "b"))
+    assert request.seed == -1
 
 
 def test_max_tokens_never_exceeds_the_rest_of_the_context():
-    assert chat(max_tokens=9).sampling(available=7).max_tokens == 7
+    assert parse_chat(max_tokens=9).sampling(available=7).max_tokens == 7
 
 
 def test_max_completion_tokens_overrides_max_tokens():
-    assert chat(max_tokens=9, max_completion_tokens=2).max_tokens == 2
+    assert parse_chat(max_tokens=9, max_completion_tokens=2).max_tokens == 2
 
 
 def test_null_is_the_same_as_absent():
-    assert chat(temperature=None, stop=None, logit_bias=None, n=None).choices_per_prompt == 1
+    assert parse_chat(temperature=None, stop=None, logit_bias=None, n=None).choices_per_prompt == 1
 
 
 def test_one_stop_string_need_not_be_a_list():
-    assert chat(stop="\n").stop == ("\n",)
+    assert parse_chat(stop="\n").stop == ("\n",)
 
 
 def test_content_parts_are_one_text_and_a_developer_is_the_system():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert messages_of({"role": "developer", "content": parts}) == (
+    assert parse_messages({"role": "developer", "content": parts}) == (
         {"role": "system", "content": "ab"},
     )
 
 
 def test_a_tool_calls_arguments_become_an_object_for_the_template():
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    (message,) = messages_of({"role": "assistant", "content": None, "tool_calls": [call]})
+    (message,) = parse_messages({"role": "assistant", "content": None, "tool_calls": [call]})
     assert message["content"] == ""
     assert message["tool_calls"][0]["function"]["arguments"] == {"x": 1}
 
 
 def test_tool_choice_none_leaves_the_tools_out():
     tools = [{"type": "function", "function": {"name": "f"}}]
-    prompts = [chat(tools=tools, tool_choice=choice).prompt for choice in ("auto", "none")]
-    assert [len(content.tools) for content in prompts if isinstance(content, ChatPrompt)] == [1, 0]
+    prompts = [parse_chat(tools=tools, tool_choice=choice).prompt for choice in ("auto", "none")]
+    assert [
+        len(chat_prompt.tools) for chat_prompt in prompts if isinstance(chat_prompt, ChatPrompt)
+    ] == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -127,11 +135,11 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("body", "param", "part"), BAD_CHATS)
 def test_a_bad_chat_request_names_the_parameter(body: dict[str, Any], param: str, part: str):
-    with pytest.raises(BadRequest, match=param.replace("[", r"\[")) as refused:
-        chat(**body)
-    assert refused.value.status == 400
-    assert refused.value.param == param
-    assert part in str(refused.value)
+    with pytest.raises(BadRequest, match=param.replace("[", r"\[")) as rejected:
+        parse_chat(**body)
+    assert rejected.value.status == 400
+    assert rejected.value.param == param
+    assert part in str(rejected.value)
 
 
 @pytest.mark.parametrize(
@@ -147,13 +155,13 @@ def test_a_bad_chat_request_names_the_parameter(body: dict[str, Any], param: str
     ],
 )
 def test_a_bad_completion_request_names_the_parameter(body: dict[str, Any], param: str):
-    with pytest.raises(BadRequest) as refused:
+    with pytest.raises(BadRequest) as rejected:
         read_completion(body)
-    assert refused.value.param == param
+    assert rejected.value.param == param
 
 
 def test_parameters_without_effect_are_accepted():
-    chat(
+    parse_chat(
         user="me", metadata={}, presence_penalty=0, logit_bias={}, response_format={"type": "text"}
     )
 
@@ -182,36 +190,36 @@ def test_any_json_is_parsed_or_rejected(body: dict[str, Any]):
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-5, 9.99e-4])
 def test_a_temperature_that_is_too_small_to_divide_by_is_rejected(temperature: float):
-    with pytest.raises(BadRequest, match=r"at least 0\.001") as refused:
-        chat(temperature=temperature)
-    assert refused.value.param == "temperature"
-    assert chat(temperature=1e-3).temperature == 1e-3
-    assert chat(temperature=0).temperature == 0
+    with pytest.raises(BadRequest, match=r"at least 0\.001") as rejected:
+        parse_chat(temperature=temperature)
+    assert rejected.value.param == "temperature"
+    assert parse_chat(temperature=1e-3).temperature == 1e-3
+    assert parse_chat(temperature=0).temperature == 0
 
 
-def nested(depth: int) -> str:
+def nest_lists(depth: int) -> str:
     return "[" * depth + "]" * depth
 
 
 @pytest.mark.parametrize("depth", [64, 300, 900, 100_000])
 def test_json_that_is_nested_too_deep_is_rejected(depth: int):
-    body = f'{{"messages": [], "x": {nested(depth)}}}'
-    with pytest.raises(BadRequest) as refused:
+    body = f'{{"messages": [], "x": {nest_lists(depth)}}}'
+    with pytest.raises(BadRequest) as rejected:
         read_json(body.encode())
-    assert refused.value.status == 400
+    assert rejected.value.status == 400
 
 
 def test_json_with_usual_nesting_is_accepted():
-    assert read_json(f'{{"x": {nested(30)}}}'.encode())
+    assert read_json(f'{{"x": {nest_lists(30)}}}'.encode())
 
 
 @pytest.mark.parametrize("depth", [65, 900, 100_000])
 def test_a_tool_calls_arguments_may_not_be_nested_too_deep_either(depth: int):
-    call = {"type": "function", "function": {"name": "f", "arguments": nested(depth)}}
+    call = {"type": "function", "function": {"name": "f", "arguments": nest_lists(depth)}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
-    with pytest.raises(BadRequest, match="arguments is nested more than 64") as refused:
-        messages_of(message)
-    assert refused.value.status == 400
+    with pytest.raises(BadRequest, match="arguments is nested more than 64") as rejected:
+        parse_messages(message)
+    assert rejected.value.status == 400
 
 
 @pytest.mark.parametrize("key", ["messages", "prompt", "stop", "tools", "x"])

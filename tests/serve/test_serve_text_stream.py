@@ -1,4 +1,4 @@
-"""Detokenizer: pieces are complete characters, join to the answer and contain no stop string."""
+"""Detokenizer: pieces are complete characters, join to the reply and contain no stop string."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,42 +8,44 @@ from hypothesis import strategies as st
 from rollick.serve.choices import MAX_REPLACEMENTS, REPLACEMENT, Detokenizer
 
 
-def by_bytes(ids: Sequence[int]) -> str:
+def decode_bytes(ids: Sequence[int]) -> str:
     """A tokenizer with a token for each byte."""
     return bytes(ids).decode("utf-8", "replace")
 
 
-def by_words(ids: Sequence[int]) -> str:
-    """One that writes spaces between words, so that a first token has none: a, a b, a b c."""
+def decode_words(ids: Sequence[int]) -> str:
+    """A tokenizer that writes spaces between words, but none before the first: a, a b, a b c."""
     return " ".join("abc"[number] for number in ids)
 
 
-def by_runs(ids: Sequence[int]) -> str:
+def decode_runs(ids: Sequence[int]) -> str:
     """A tokenizer that decodes a text as broken while its last character is incomplete."""
-    text = by_bytes(ids)
+    text = decode_bytes(ids)
     return REPLACEMENT * len(ids) if REPLACEMENT in text else text
 
 
-def pieces(stream: Detokenizer, *deltas: Sequence[int]) -> list[str]:
+def collect_pieces(stream: Detokenizer, *deltas: Sequence[int]) -> list[str]:
     return [*(stream.push(delta) for delta in deltas), stream.finish()]
 
 
 def test_text_is_released_as_tokens_arrive():
-    assert pieces(Detokenizer(by_bytes), b"ab", b"c") == ["ab", "c", ""]
+    assert collect_pieces(Detokenizer(decode_bytes), b"ab", b"c") == ["ab", "c", ""]
 
 
 def test_a_character_of_several_tokens_waits_for_its_last():
     first, *rest = (bytes([byte]) for byte in "é".encode())
-    assert pieces(Detokenizer(by_bytes), b"a", first, *rest) == ["a", "", "é", ""]
+    assert collect_pieces(Detokenizer(decode_bytes), b"a", first, *rest) == ["a", "", "é", ""]
 
 
 def test_bytes_that_never_form_a_character_are_released_at_the_end():
-    assert pieces(Detokenizer(by_bytes), b"a", b"\xc3") == ["a", "", "\ufffd"]
+    assert collect_pieces(Detokenizer(decode_bytes), b"a", b"\xc3") == ["a", "", "\ufffd"]
 
 
 def test_invalid_bytes_do_not_hold_back_the_rest():
-    shown = pieces(Detokenizer(by_bytes), b"a", *[b"\xff"] * (MAX_REPLACEMENTS + 5), b"b")
-    assert [piece for piece in shown if piece] == [
+    released = collect_pieces(
+        Detokenizer(decode_bytes), b"a", *[b"\xff"] * (MAX_REPLACEMENTS + 5), b"b"
+    )
+    assert [piece for piece in released if piece] == [
         "a",
         REPLACEMENT * MAX_REPLACEMENTS,
         REPLACEMENT * 5 + "b",
@@ -51,26 +53,31 @@ def test_invalid_bytes_do_not_hold_back_the_rest():
 
 
 def test_a_token_is_decoded_in_the_context_of_the_previous_one():
-    assert pieces(Detokenizer(by_words), [0], [1], [], [2]) == ["a", " b", "", " c", ""]
+    assert collect_pieces(Detokenizer(decode_words), [0], [1], [], [2]) == ["a", " b", "", " c", ""]
 
 
 def test_a_stop_string_over_two_tokens_is_never_released():
-    stream = Detokenizer(by_bytes, stops=["END"])
-    assert pieces(stream, b"a E", b"ND b") == ["a ", "", ""]
+    stream = Detokenizer(decode_bytes, stops=["END"])
+    assert collect_pieces(stream, b"a E", b"ND b") == ["a ", "", ""]
     assert stream.stopped
 
 
 def test_text_that_only_begins_like_a_stop_string_is_released_later():
-    assert pieces(Detokenizer(by_bytes, stops=["END"]), b"aEN", b"x", b"E") == ["a", "ENx", "", "E"]
+    assert collect_pieces(Detokenizer(decode_bytes, stops=["END"]), b"aEN", b"x", b"E") == [
+        "a",
+        "ENx",
+        "",
+        "E",
+    ]
 
 
 def test_the_first_of_several_stop_strings_ends_the_text():
-    assert pieces(Detokenizer(by_bytes, stops=["c", "bc"]), b"abcd") == ["a", ""]
+    assert collect_pieces(Detokenizer(decode_bytes, stops=["c", "bc"]), b"abcd") == ["a", ""]
 
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.sampled_from([by_bytes, by_runs]),
+    st.sampled_from([decode_bytes, decode_runs]),
     st.text("ab-é漢", max_size=15),
     st.lists(st.integers(1, 4), max_size=40),
     st.text("ab-"),
@@ -84,4 +91,4 @@ def test_the_released_parts_make_the_text_before_the_stop(
         data = data[size:]
     stream = Detokenizer(decode, stops=[stop] if stop else [])
     expected = text.partition(stop)[0] if stop else text
-    assert "".join(pieces(stream, *deltas)) == expected
+    assert "".join(collect_pieces(stream, *deltas)) == expected

@@ -1,4 +1,4 @@
-"""Tool calls of a served model, through the real openai client: in one piece and as a stream."""
+"""Tool calls of a served model, through the real openai client: full responses and streams."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ WEATHER: Any = {
         "parameters": {"type": "object", "properties": {"town": {"type": "string"}}},
     },
 }
-ASK: Any = [{"role": "user", "content": "weather in Rome?"}]
+QUESTION: Any = [{"role": "user", "content": "weather in Rome?"}]
 ROME, ORAN = ToolCall("weather", {"town": "Rome"}), ToolCall("weather", {"town": "Oran", "n": 2})
 
 
@@ -64,7 +64,7 @@ class StreamingEngine(FakeEngine):
             yield Delta(*pieces, full.stop if begin + 3 >= len(full.token_ids) else None)
 
 
-def codec_of(style: str, template: str | None = None) -> ChatCodec:
+def make_codec(style: str, template: str | None = None) -> ChatCodec:
     tokenizer: PreTrainedTokenizerFast = tiny_tokenizer(LETTERS)
     tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
     body = TEMPLATES[style] if template is None else template
@@ -73,14 +73,14 @@ def codec_of(style: str, template: str | None = None) -> ChatCodec:
 
 
 @asynccontextmanager
-async def served(
+async def serve_replies(
     replies: Sequence[str], codec: ChatCodec
 ) -> AsyncGenerator[tuple[AsyncOpenAI, Gateway]]:
-    """A client of a server whose model gives these replies, one for each request."""
-    given = iter(replies)
+    """Run a server whose model returns these replies, one for each request; yields a client."""
+    remaining = iter(replies)
 
     def ids(request: Any) -> list[int]:
-        return [*codec.encode_text(next(given)).tolist()[1:], 2]
+        return [*codec.encode_text(next(remaining)).tolist()[1:], 2]
 
     engine = StreamingEngine(reply=ids)
     gateway = Gateway(codec, model="tiny", max_length=2000, access=SingleEngineAccess(engine))
@@ -91,50 +91,50 @@ async def served(
     await engine.close()
 
 
-async def ask(client: AsyncOpenAI, **options: Any) -> Any:
-    answer = await client.chat.completions.create(
-        **{"model": "tiny", "messages": ASK, "tools": [WEATHER], **options}
+async def send_chat(client: AsyncOpenAI, **options: Any) -> Any:
+    response = await client.chat.completions.create(
+        **{"model": "tiny", "messages": QUESTION, "tools": [WEATHER], **options}
     )
-    return answer.choices[0]
+    return response.choices[0]
 
 
-def calls_of(message: Any) -> list[tuple[str, Any]]:
+def list_calls(message: Any) -> list[tuple[str, Any]]:
     calls = message.tool_calls or ()
     return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
 
 
 @pytest.mark.parametrize("style", TAGS)
 async def test_a_call_in_the_format_of_the_template_is_returned_as_a_tool_call(style: CallStyle):
-    async with served([write_call(ROME, style)], codec_of(style)) as (client, _):
-        choice = await ask(client)
+    async with serve_replies([write_call(ROME, style)], make_codec(style)) as (client, _):
+        choice = await send_chat(client)
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content is None
-    assert calls_of(choice.message) == [ROME]
+    assert list_calls(choice.message) == [ROME]
     assert choice.message.tool_calls[0].type == "function"
 
 
 async def test_a_stream_has_the_same_calls_and_content_as_the_full_response():
     reply = f"Let me see.\n{write_call(ROME, 'hermes')}\n{write_call(ORAN, 'hermes')}\n"
-    async with served([reply] * 2, codec_of("hermes")) as (client, _):
-        full = await ask(client)
+    async with serve_replies([reply] * 2, make_codec("hermes")) as (client, _):
+        full = await send_chat(client)
         async with client.chat.completions.stream(
-            model="tiny", messages=ASK, tools=[WEATHER]
+            model="tiny", messages=QUESTION, tools=[WEATHER]
         ) as stream:
             async for _event in stream:
                 pass
             final = (await stream.get_final_completion()).choices[0]
     assert full.finish_reason == final.finish_reason == "tool_calls"
     assert full.message.content == final.message.content == "Let me see."
-    assert calls_of(full.message) == calls_of(final.message) == [ROME, ORAN]
+    assert list_calls(full.message) == list_calls(final.message) == [ROME, ORAN]
     ids = [call.id for call in final.message.tool_calls or ()]
     assert len(set(ids)) == 2
 
 
 async def test_the_deltas_of_a_stream_never_show_the_text_of_a_call():
     reply = f"Wait <b> {write_call(ROME, 'hermes')}"
-    async with served([reply], codec_of("hermes")) as (client, _):
+    async with serve_replies([reply], make_codec("hermes")) as (client, _):
         stream = await client.chat.completions.create(
-            model="tiny", messages=ASK, tools=[WEATHER], stream=True
+            model="tiny", messages=QUESTION, tools=[WEATHER], stream=True
         )
         choices = [chunk.choices[0] async for chunk in stream]
     assert "".join(choice.delta.content or "" for choice in choices) == "Wait <b>"
@@ -157,8 +157,8 @@ async def test_the_deltas_of_a_stream_never_show_the_text_of_a_call():
     ],
 )
 async def test_a_reply_without_a_valid_call_is_content(style: CallStyle, reply: str):
-    async with served([reply], codec_of(style)) as (client, _):
-        choice = await ask(client)
+    async with serve_replies([reply], make_codec(style)) as (client, _):
+        choice = await send_chat(client)
     assert choice.message.content == reply
     assert choice.message.tool_calls is None
     assert choice.finish_reason == "stop"
@@ -166,31 +166,31 @@ async def test_a_reply_without_a_valid_call_is_content(style: CallStyle, reply: 
 
 async def test_without_tools_the_text_of_a_call_is_content():
     reply = write_call(ROME, "hermes")
-    async with served([reply] * 2, codec_of("hermes")) as (client, _):
+    async with serve_replies([reply] * 2, make_codec("hermes")) as (client, _):
         for options in ({"tools": openai.NOT_GIVEN}, {"tool_choice": "none"}):
-            assert (await ask(client, **options)).message.content == reply
+            assert (await send_chat(client, **options)).message.content == reply
 
 
 async def test_parallel_tool_calls_can_be_turned_off():
     reply = write_call(ROME, "hermes") + write_call(ORAN, "hermes")
-    async with served([reply], codec_of("hermes")) as (client, _):
-        choice = await ask(client, parallel_tool_calls=False)
-    assert calls_of(choice.message) == [ROME]
+    async with serve_replies([reply], make_codec("hermes")) as (client, _):
+        choice = await send_chat(client, parallel_tool_calls=False)
+    assert list_calls(choice.message) == [ROME]
 
 
 async def test_an_agent_that_sends_its_calls_back_stays_in_one_segment():
-    codec = codec_of("hermes")
+    codec = make_codec("hermes")
     replies = [f"Hm. {write_call(ROME, 'hermes')}", "Sunny."]
-    async with served(replies, codec) as (client, gateway):
+    async with serve_replies(replies, codec) as (client, gateway):
         session = gateway.open_http_session()
         agent = client.with_options(
             base_url=str(client.base_url).replace("/v1/", session.path), api_key=session.token
         )
-        first = (await ask(agent)).message
+        first = (await send_chat(agent)).message
         call = first.tool_calls[0]
         result = {"role": "tool", "tool_call_id": call.id, "content": "sun"}
-        history = [*ASK, first.model_dump(exclude_none=True), result]
-        assert (await ask(agent, messages=history)).message.content == "Sunny."
+        history = [*QUESTION, first.model_dump(exclude_none=True), result]
+        assert (await send_chat(agent, messages=history)).message.content == "Sunny."
         (segment,) = gateway.close_session(session.id)
     assert segment.turns == 2
     assert segment.text == f"{replies[0]}\n{replies[1]}"
@@ -198,21 +198,21 @@ async def test_an_agent_that_sends_its_calls_back_stays_in_one_segment():
 
 async def test_a_template_that_explains_calls_but_leaves_them_out_gets_them_as_content():
     template = "{% if tools %}<tool_call>{% endif %}{{ m['role'] }}:{{ m['content'] }}"
-    codec = codec_of("hermes", template)
+    codec = make_codec("hermes", template)
     call = {"function": {"name": "weather", "arguments": {"town": "Rome"}}}
     message = {"role": "assistant", "content": "Hm.", "tool_calls": [call]}
-    form = ToolFormat.of(codec)
-    assert form is not None
-    assert not form.template_writes_calls
-    (written,) = form.write_calls([message])
+    tool_format = ToolFormat.of(codec)
+    assert tool_format is not None
+    assert not tool_format.template_writes_calls
+    (written,) = tool_format.write_calls([message])
     assert written["content"] == f"Hm.\n{write_call(ROME, 'hermes')}"
 
 
 async def test_a_template_whose_calls_cannot_be_parsed_refuses_tools():
     template = "{{ m['content'] }}{% for c in m['tool_calls'] or [] %}call c{% endfor %}"
-    async with served([], codec_of("hermes", template)) as (client, _):
+    async with serve_replies([], make_codec("hermes", template)) as (client, _):
         with pytest.raises(openai.BadRequestError, match="format that is not parsed") as error:
-            await ask(client)
+            await send_chat(client)
     assert error.value.code == "unsupported_parameter"
 
 
@@ -226,10 +226,10 @@ REPLIES = {
 @pytest.mark.parametrize("style", TAGS)
 async def test_the_parts_of_a_reply_do_not_depend_on_how_it_is_cut(style: CallStyle):
     text = REPLIES[style]
-    complete_one = parse([text], style)
-    assert complete_one[1][0] == ROME
+    expected = parse([text], style)
+    assert expected[1][0] == ROME
     for size in range(1, len(text)):
-        assert parse([text[n : n + size] for n in range(0, len(text), size)], style) == complete_one
+        assert parse([text[n : n + size] for n in range(0, len(text), size)], style) == expected
 
 
 def parse(

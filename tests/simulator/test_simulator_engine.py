@@ -1,4 +1,4 @@
-"""The simulated parts: an engine whose schedule can be computed by hand, and work that does not
+"""The simulated engine, with schedules computed by hand, and the simulated workload, which does not
 depend on the schedule."""
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ from rollick.types import (
     frozen_array,
 )
 
-SECOND = step_time(1.0)
+ONE_SECOND = step_time(1.0)
 """Every step takes a second, whatever it does."""
 
 QUARTERS = step_time(1.0, per_sequence_s=0.5, per_kv_token_s=0.25, per_prefill_token_s=0.125)
 
 
-def _request(
+def _make_request(
     index: int = 0,
     *,
-    of: int = 0,
+    group_uid: int = 0,
     prompt: int = 2,
     max_tokens: int = 1000,
     grouped: bool = False,
     continue_from: Completion | None = None,
 ) -> Request:
     return Request(
-        SampleId(of, index),
+        SampleId(group_uid, index),
         frozen_array(np.zeros(prompt), np.int32),
         Sampling(max_tokens=max_tokens),
         stream=0,
-        group=of if grouped else None,
+        group=group_uid if grouped else None,
         continue_from=continue_from,
     )
 
 
-def _wanting(*tokens: int) -> Callable[[Request], int]:
-    """The length of a sample by its place in the group."""
+def _length_by_index(*tokens: int) -> Callable[[Request], int]:
+    """Response lengths by the index of the sample in its group."""
     return lambda request: tokens[request.uid.index]
 
 
@@ -74,30 +74,33 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def _at(time: float, work: Coroutine[Any, Any, Any]) -> Any:
+async def _run_at(time: float, coroutine: Coroutine[Any, Any, Any]) -> Any:
     await asyncio.sleep(time - _now())
-    return await work
+    return await coroutine
 
 
-async def _timed(
+async def _generate_timed(
     engine: InferenceClient, request: Request, *, at: float = 0.0
 ) -> tuple[float, Completion]:
-    """When the request ended, and how; it is sent at time `at`."""
-    completion = await _at(at, engine.generate(request))
+    """Send a request at time `at`. Returns the end time and the completion."""
+    completion = await _run_at(at, engine.generate(request))
     return _now(), completion
 
 
-async def _all(*works: Coroutine[Any, Any, Any]) -> list[Any]:
+async def _run_all(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
     async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(work) for work in works]
+        running = [tasks.create_task(coroutine) for coroutine in coroutines]
     return [task.result() for task in running]
 
 
 def test_two_sequences_end_at_the_computed_times():
     async def main() -> list[float]:
-        engine = SimulatedEngine(QUARTERS, _wanting(2, 1), slots=2)
-        both = (_timed(engine, _request(0, prompt=2)), _timed(engine, _request(1, prompt=3)))
-        return [when for when, _ in await _all(*both)]
+        engine = SimulatedEngine(QUARTERS, _length_by_index(2, 1), slots=2)
+        generations = (
+            _generate_timed(engine, _make_request(0, prompt=2)),
+            _generate_timed(engine, _make_request(1, prompt=3)),
+        )
+        return [when for when, _ in await _run_all(*generations)]
 
     # Step 1: 1 + 2 * 0.5 + 5 * 0.25 (cache) + 5 * 0.125 (prefill). Step 2: 1 + 0.5 + 3 * 0.25.
     assert run_virtual(main()) == [3.875 + 2.25, 3.875]
@@ -105,8 +108,8 @@ def test_two_sequences_end_at_the_computed_times():
 
 def test_a_faster_engine_divides_every_time():
     async def main() -> float:
-        engine = SimulatedEngine(QUARTERS, _wanting(2), slots=2, speed=2.0)
-        return (await _timed(engine, _request()))[0]
+        engine = SimulatedEngine(QUARTERS, _length_by_index(2), slots=2, speed=2.0)
+        return (await _generate_timed(engine, _make_request()))[0]
 
     # (1 + 0.5 + 2 * 0.25 + 2 * 0.125) + (1 + 0.5 + 3 * 0.25)
     assert run_virtual(main()) == (2.25 + 2.25) / 2
@@ -114,8 +117,11 @@ def test_a_faster_engine_divides_every_time():
 
 def test_a_request_that_arrives_during_a_step_joins_at_its_end():
     async def main() -> list[float]:
-        engine = SimulatedEngine(SECOND, _wanting(5, 2), slots=2)
-        ends = await _all(_timed(engine, _request(0)), _timed(engine, _request(1), at=2.5))
+        engine = SimulatedEngine(ONE_SECOND, _length_by_index(5, 2), slots=2)
+        ends = await _run_all(
+            _generate_timed(engine, _make_request(0)),
+            _generate_timed(engine, _make_request(1), at=2.5),
+        )
         return [when for when, _ in ends]
 
     assert run_virtual(main()) == [5, 3 + 2]
@@ -123,8 +129,8 @@ def test_a_request_that_arrives_during_a_step_joins_at_its_end():
 
 def test_a_free_slot_is_filled_at_the_moment_it_is_free():
     async def main() -> list[float]:
-        engine = SimulatedEngine(SECOND, _wanting(3, 2, 4), slots=1)
-        ends = await _all(*(_timed(engine, _request(n)) for n in range(3)))
+        engine = SimulatedEngine(ONE_SECOND, _length_by_index(3, 2, 4), slots=1)
+        ends = await _run_all(*(_generate_timed(engine, _make_request(n)) for n in range(3)))
         assert engine.usage().slot_share == 1.0
         return [when for when, _ in ends]
 
@@ -133,9 +139,9 @@ def test_a_free_slot_is_filled_at_the_moment_it_is_free():
 
 def test_a_waiter_that_returns_at_the_end_of_a_step_loses_no_step():
     async def main() -> float:
-        engine = SimulatedEngine(SECOND, lambda _: 2, slots=1)
+        engine = SimulatedEngine(ONE_SECOND, lambda _: 2, slots=1)
         for turn in range(5):
-            await engine.generate(_request(turn))
+            await engine.generate(_make_request(turn))
             await asyncio.sleep(0)
         return _now()
 
@@ -147,8 +153,8 @@ def test_a_prompt_is_prefilled_once_for_a_group():
 
     async def main(grouped: bool) -> tuple[float, int]:
         engine = SimulatedEngine(step, lambda _: 1, slots=4)
-        planned = (_request(n, prompt=4, grouped=grouped) for n in range(4))
-        await _all(*(engine.generate(request) for request in planned))
+        planned = (_make_request(n, prompt=4, grouped=grouped) for n in range(4))
+        await _run_all(*(engine.generate(request) for request in planned))
         return _now(), engine.usage().prefilled_tokens
 
     assert run_virtual(main(True)) == (1 + 4 * 0.5, 4)
@@ -157,10 +163,10 @@ def test_a_prompt_is_prefilled_once_for_a_group():
 
 def test_the_next_turn_of_a_sample_prefills_only_what_is_new():
     async def main() -> list[int]:
-        engine = SimulatedEngine(SECOND, lambda _: 3, slots=2)
+        engine = SimulatedEngine(ONE_SECOND, lambda _: 3, slots=2)
         prefilled: list[int] = []
         for prompt in (10, 10 + 3 + 5):
-            await engine.generate(_request(0, prompt=prompt))
+            await engine.generate(_make_request(0, prompt=prompt))
             prefilled.append(engine.usage().prefilled_tokens)
         return prefilled
 
@@ -169,10 +175,10 @@ def test_the_next_turn_of_a_sample_prefills_only_what_is_new():
 
 def test_a_publish_makes_cached_prompts_useless_to_new_sequences():
     async def main() -> int:
-        engine = SimulatedEngine(SECOND, lambda _: 1, slots=1)
-        await engine.generate(_request(0, prompt=10, grouped=True))
+        engine = SimulatedEngine(ONE_SECOND, lambda _: 1, slots=1)
+        await engine.generate(_make_request(0, prompt=10, grouped=True))
         await engine.commit_shared(PolicyVersion(1))
-        await engine.generate(_request(1, prompt=10, grouped=True))
+        await engine.generate(_make_request(1, prompt=10, grouped=True))
         return engine.usage().prefilled_tokens
 
     assert run_virtual(main()) == 20
@@ -180,12 +186,12 @@ def test_a_publish_makes_cached_prompts_useless_to_new_sequences():
 
 def test_tokens_carry_the_version_that_drew_them():
     async def main() -> Completion:
-        engine = SimulatedEngine(SECOND, lambda _: 6, slots=1, version=3)
+        engine = SimulatedEngine(ONE_SECOND, lambda _: 6, slots=1, version=3)
         updates = (
-            _at(1.5, engine.commit_shared(PolicyVersion(4))),
-            _at(4.0, engine.commit_shared(PolicyVersion(5))),
+            _run_at(1.5, engine.commit_shared(PolicyVersion(4))),
+            _run_at(4.0, engine.commit_shared(PolicyVersion(5))),
         )
-        return (await _all(engine.generate(_request()), *updates))[0]
+        return (await _run_all(engine.generate(_make_request()), *updates))[0]
 
     # The update of 1.5 s waits for the end of the second step.
     assert run_virtual(main()).versions.tolist() == [3, 3, 4, 4, 5, 5]
@@ -199,8 +205,8 @@ def test_at_a_publish_the_cache_is_recomputed_or_kept_and_flagged(keep_cache, re
     async def main() -> tuple[float, EngineUsage, Completion]:
         engine = SimulatedEngine(PREFILLS, lambda _: 4, slots=1)
         # The prefill of 10 tokens takes 5 s, and two steps 2 s.
-        update = _at(7.0, engine.commit_shared(PolicyVersion(1), keep_cache=keep_cache))
-        completion, _ = await _all(engine.generate(_request(prompt=10)), update)
+        update = _run_at(7.0, engine.commit_shared(PolicyVersion(1), keep_cache=keep_cache))
+        completion, _ = await _run_all(engine.generate(_make_request(prompt=10)), update)
         return _now(), engine.usage(), completion
 
     time, usage, completion = run_virtual(main())
@@ -213,29 +219,31 @@ def test_at_a_publish_the_cache_is_recomputed_or_kept_and_flagged(keep_cache, re
 
 def test_only_tokens_over_an_older_cache_are_flagged():
     async def main() -> list[Completion]:
-        engine = SimulatedEngine(SECOND, lambda _: 6, slots=1)
+        engine = SimulatedEngine(ONE_SECOND, lambda _: 6, slots=1)
         changes = [
-            _at(2.0, engine.commit_shared(PolicyVersion(1), keep_cache=True)),
-            _at(3.0, engine.commit_shared(PolicyVersion(1))),
-            _at(4.0, engine.commit_shared(PolicyVersion(1), keep_cache=True)),
-            _at(5.0, engine.commit_shared(PolicyVersion(2), keep_cache=True)),
+            _run_at(2.0, engine.commit_shared(PolicyVersion(1), keep_cache=True)),
+            _run_at(3.0, engine.commit_shared(PolicyVersion(1))),
+            _run_at(4.0, engine.commit_shared(PolicyVersion(1), keep_cache=True)),
+            _run_at(5.0, engine.commit_shared(PolicyVersion(2), keep_cache=True)),
         ]
-        first, second, *_ = await _all(*map(engine.generate, (_request(0), _request(1))), *changes)
-        complete_one = replace(_request(0), continue_from=first, sampling=Sampling(max_tokens=8))
-        return [first, second, await engine.generate(complete_one)]
+        first, second, *_ = await _run_all(
+            *map(engine.generate, (_make_request(0), _make_request(1))), *changes
+        )
+        complete = replace(_make_request(0), continue_from=first, sampling=Sampling(max_tokens=8))
+        return [first, second, await engine.generate(complete)]
 
-    first, second, again = run_virtual(main())
+    first, second, continued = run_virtual(main())
     assert first.versions.tolist() == [0, 0, 1, 1, 1, 2]
     assert first.kept_cache.tolist() == [False, False, True, False, False, True]
     assert second.kept_cache is None, "it began after the last publish"
-    assert again.kept_cache.tolist() == first.kept_cache.tolist()
+    assert continued.kept_cache.tolist() == first.kept_cache.tolist()
 
 
 def test_a_completion_reports_its_time_in_queue_and_prefill():
     async def main() -> list[Completion]:
         engine = SimulatedEngine(PREFILLS, lambda _: 4, slots=1)
-        requests = [_request(n, prompt=10, grouped=True) for n in range(2)]
-        return await _all(*map(engine.generate, requests))
+        requests = [_make_request(n, prompt=10, grouped=True) for n in range(2)]
+        return await _run_all(*map(engine.generate, requests))
 
     first, second = run_virtual(main())
     assert (first.queued_s, first.prefill_s, first.seconds) == (0, 6, 9)
@@ -246,8 +254,12 @@ def test_when_the_cache_is_full_the_youngest_waits_and_computes_its_tokens_again
     capacity = 10 + 10 + 3 * HEADROOM
 
     async def main() -> tuple[list[Any], EngineUsage]:
-        engine = SimulatedEngine(SECOND, _wanting(40, 40), slots=2, kv_capacity=capacity)
-        ends = await _all(*(_timed(engine, _request(n, prompt=10)) for n in range(2)))
+        engine = SimulatedEngine(
+            ONE_SECOND, _length_by_index(40, 40), slots=2, kv_capacity=capacity
+        )
+        ends = await _run_all(
+            *(_generate_timed(engine, _make_request(n, prompt=10)) for n in range(2))
+        )
         return ends, engine.usage()
 
     (first, second), usage = run_virtual(main())
@@ -261,8 +273,10 @@ def test_when_the_cache_is_full_the_youngest_waits_and_computes_its_tokens_again
 
 def test_a_cache_without_room_for_a_prompt_lets_it_wait():
     async def main() -> tuple[list[float], EngineUsage]:
-        engine = SimulatedEngine(SECOND, _wanting(4, 3), slots=2, kv_capacity=60)
-        ends = await _all(*(_timed(engine, _request(n, prompt=40)) for n in range(2)))
+        engine = SimulatedEngine(ONE_SECOND, _length_by_index(4, 3), slots=2, kv_capacity=60)
+        ends = await _run_all(
+            *(_generate_timed(engine, _make_request(n, prompt=40)) for n in range(2))
+        )
         return [when for when, _ in ends], engine.usage()
 
     ends, usage = run_virtual(main())
@@ -272,10 +286,10 @@ def test_a_cache_without_room_for_a_prompt_lets_it_wait():
 
 def test_a_response_that_no_cache_could_hold_is_cut_like_any_too_long_one():
     async def main() -> list[Completion]:
-        engine = SimulatedEngine(SECOND, lambda _: 500, slots=1, kv_capacity=30)
+        engine = SimulatedEngine(ONE_SECOND, lambda _: 500, slots=1, kv_capacity=30)
         return [
-            await engine.generate(_request(0, prompt=10)),
-            await engine.generate(_request(1, prompt=10, max_tokens=5)),
+            await engine.generate(_make_request(0, prompt=10)),
+            await engine.generate(_make_request(1, prompt=10, max_tokens=5)),
         ]
 
     full, short = run_virtual(main())
@@ -285,28 +299,30 @@ def test_a_response_that_no_cache_could_hold_is_cut_like_any_too_long_one():
 
 def test_an_aborted_sequence_continues_on_another_engine_with_its_tokens_and_length():
     async def main() -> tuple[Completion, Completion, int]:
-        one = SimulatedEngine(SECOND, lambda _: 10, slots=1, version=0)
-        other = SimulatedEngine(SECOND, lambda _: 10, slots=1, version=1)
-        part, _ = await _all(one.generate(_request()), _at(3.5, one.abort(SampleId(0, 0))))
+        one = SimulatedEngine(ONE_SECOND, lambda _: 10, slots=1, version=0)
+        other = SimulatedEngine(ONE_SECOND, lambda _: 10, slots=1, version=1)
+        part, _ = await _run_all(
+            one.generate(_make_request()), _run_at(3.5, one.abort(SampleId(0, 0)))
+        )
         assert _now() == 4
-        complete_one = await other.generate(_request(prompt=2, continue_from=part))
+        complete = await other.generate(_make_request(prompt=2, continue_from=part))
         assert one.load().running == 0
-        return part, complete_one, other.usage().prefilled_tokens
+        return part, complete, other.usage().prefilled_tokens
 
-    part, complete_one, prefilled = run_virtual(main())
+    part, complete, prefilled = run_virtual(main())
     assert (part.stop, len(part.token_ids)) == (StopReason.ABORTED, 4)
-    assert (complete_one.stop, len(complete_one.token_ids)) == (StopReason.STOP, 10)
-    assert complete_one.versions.tolist() == [0] * 4 + [1] * 6
+    assert (complete.stop, len(complete.token_ids)) == (StopReason.STOP, 10)
+    assert complete.versions.tolist() == [0] * 4 + [1] * 6
     assert prefilled == 2 + 4
-    assert not complete_one.versions.flags.writeable
+    assert not complete.versions.flags.writeable
 
 
 def test_a_waiting_sequence_is_aborted_immediately_and_an_unknown_one_ignored():
     async def main() -> Completion:
-        engine = SimulatedEngine(SECOND, lambda _: 100, slots=1)
+        engine = SimulatedEngine(ONE_SECOND, lambda _: 100, slots=1)
         async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(engine.generate(_request(0)))
-            waiting = tasks.create_task(engine.generate(_request(1)))
+            running = tasks.create_task(engine.generate(_make_request(0)))
+            waiting = tasks.create_task(engine.generate(_make_request(1)))
             await asyncio.sleep(2.5)
             await engine.abort(SampleId(9, 9))
             await engine.abort(SampleId(0, 1))
@@ -321,21 +337,21 @@ def test_a_waiting_sequence_is_aborted_immediately_and_an_unknown_one_ignored():
 
 def test_a_finished_sequence_that_is_continued_ends_immediately():
     async def main() -> tuple[float, Completion]:
-        engine = SimulatedEngine(SECOND, lambda _: 3, slots=1)
-        complete_one = await engine.generate(_request())
-        again = await engine.generate(_request(continue_from=complete_one))
-        return _now(), again
+        engine = SimulatedEngine(ONE_SECOND, lambda _: 3, slots=1)
+        complete = await engine.generate(_make_request())
+        continued = await engine.generate(_make_request(continue_from=complete))
+        return _now(), continued
 
-    time, again = run_virtual(main())
-    assert (time, len(again.token_ids), again.stop) == (3, 3, StopReason.STOP)
+    time, continued = run_virtual(main())
+    assert (time, len(continued.token_ids), continued.stop) == (3, 3, StopReason.STOP)
 
 
 def test_a_cancelled_caller_leaves_its_slot_at_the_end_of_the_step():
     async def main() -> float:
-        engine = SimulatedEngine(SECOND, _wanting(100, 2), slots=1)
+        engine = SimulatedEngine(ONE_SECOND, _length_by_index(100, 2), slots=1)
         async with asyncio.TaskGroup() as tasks:
-            first = tasks.create_task(engine.generate(_request(0)))
-            second = tasks.create_task(engine.generate(_request(1)))
+            first = tasks.create_task(engine.generate(_make_request(0)))
+            second = tasks.create_task(engine.generate(_make_request(1)))
             await asyncio.sleep(4.5)
             first.cancel()
             await second
@@ -346,10 +362,10 @@ def test_a_cancelled_caller_leaves_its_slot_at_the_end_of_the_step():
 
 def test_a_pause_waits_for_the_step_and_time_stands_still_until_resume():
     async def main() -> list[float]:
-        engine = SimulatedEngine(SECOND, lambda _: 4, slots=1)
+        engine = SimulatedEngine(ONE_SECOND, lambda _: 4, slots=1)
         seen: list[float] = []
 
-        async def interfere() -> None:
+        async def pause_and_resume() -> None:
             await asyncio.sleep(1.5)
             await engine.pause()
             seen.append(_now())
@@ -357,7 +373,7 @@ def test_a_pause_waits_for_the_step_and_time_stands_still_until_resume():
             assert engine.load().generated_tokens == 2
             await engine.resume()
 
-        end, _ = await _all(_timed(engine, _request()), interfere())
+        end, _ = await _run_all(_generate_timed(engine, _make_request()), pause_and_resume())
         assert engine.usage().busy_s == 4
         return [*seen, end[0]]
 
@@ -366,14 +382,14 @@ def test_a_pause_waits_for_the_step_and_time_stands_still_until_resume():
 
 def test_a_failure_reaches_current_and_later_waiters():
     async def main() -> list[str]:
-        engine = SimulatedEngine(SECOND, lambda _: 100, slots=1)
+        engine = SimulatedEngine(ONE_SECOND, lambda _: 100, slots=1)
         engine.fail_at(2.5)
-        waits = (engine.generate(_request(n)) for n in range(2))
+        waits = (engine.generate(_make_request(n)) for n in range(2))
         errors = await asyncio.gather(*waits, return_exceptions=True)
         assert _now() == 2.5
         assert errors[0] is not errors[1]
         with pytest.raises(EngineError, match=r"failed at 2\.5 s"):
-            await engine.generate(_request(5))
+            await engine.generate(_make_request(5))
         with pytest.raises(EngineError, match=r"failed at 2\.5 s"):
             await engine.pause()
         assert (engine.usage().busy_s, engine.usage().generated_tokens) == (2.5, 2)
@@ -384,10 +400,10 @@ def test_a_failure_reaches_current_and_later_waiters():
 
 def test_a_load_shows_the_tokens_of_this_moment():
     async def main() -> None:
-        engine = SimulatedEngine(SECOND, lambda _: 8, slots=2, kv_capacity=1000)
+        engine = SimulatedEngine(ONE_SECOND, lambda _: 8, slots=2, kv_capacity=1000)
         async with asyncio.TaskGroup() as tasks:
             for n in range(3):
-                tasks.create_task(engine.generate(_request(n, prompt=10)))
+                tasks.create_task(engine.generate(_make_request(n, prompt=10)))
             await asyncio.sleep(3.5)
             load = engine.load()
         assert (load.running, load.waiting, load.slots, load.version) == (2, 1, 2, 0)
@@ -400,9 +416,9 @@ def test_a_load_shows_the_tokens_of_this_moment():
 
 def test_usage_counts_the_seconds_of_devices_and_of_slots():
     async def main() -> EngineUsage:
-        engine = SimulatedEngine(SECOND, _wanting(4, 2), slots=4)
-        idle = SimulatedEngine(SECOND, _wanting(4, 2), slots=4)
-        await _all(*(engine.generate(_request(n)) for n in range(2)))
+        engine = SimulatedEngine(ONE_SECOND, _length_by_index(4, 2), slots=4)
+        idle = SimulatedEngine(ONE_SECOND, _length_by_index(4, 2), slots=4)
+        await _run_all(*(engine.generate(_make_request(n)) for n in range(2)))
         await asyncio.sleep(4)
         return total_usage([engine.usage(), idle.usage()])
 
@@ -413,14 +429,14 @@ def test_usage_counts_the_seconds_of_devices_and_of_slots():
 
 def test_an_engine_refuses_what_it_cannot_do():
     async def main() -> None:
-        engine = SimulatedEngine(SECOND, lambda _: 5, slots=1, kv_capacity=20)
+        engine = SimulatedEngine(ONE_SECOND, lambda _: 5, slots=1, kv_capacity=20)
         for prompt in (0, 20):
             with pytest.raises(EngineError, match=f"prompt of {prompt} tokens"):
-                await engine.generate(_request(prompt=prompt))
-        pending = asyncio.ensure_future(engine.generate(_request()))
+                await engine.generate(_make_request(prompt=prompt))
+        pending = asyncio.ensure_future(engine.generate(_make_request()))
         await asyncio.sleep(0)
         with pytest.raises(EngineError, match="already"):
-            await engine.generate(_request())
+            await engine.generate(_make_request())
         await pending
 
     run_virtual(main())
@@ -435,21 +451,21 @@ class _PlannedRequest:
     ended: float = 0.0
 
 
-def _step_by_step(
+def _simulate_steps(
     jobs: Sequence[_PlannedRequest], *, slots: int, capacity: int
 ) -> tuple[list[float], int]:
-    """The oracle: every step by itself, in plain loops."""
+    """The reference: a plain loop over all steps."""
     now, preempted = 0.0, 0
-    coming, waiting, running = (
+    arriving, waiting, running = (
         sorted(jobs, key=lambda job: job.at),
         list[_PlannedRequest](),
         list[_PlannedRequest](),
     )
-    while coming or waiting or running:
+    while arriving or waiting or running:
         if not waiting and not running:
-            now = max(now, coming[0].at)
-        while coming and coming[0].at <= now:
-            waiting.append(coming.pop(0))
+            now = max(now, arriving[0].at)
+        while arriving and arriving[0].at <= now:
+            waiting.append(arriving.pop(0))
         kv = sum(job.prompt + job.drawn for job in running)
         while kv + len(running) > capacity:
             waiting.insert(0, running.pop())
@@ -474,7 +490,7 @@ def _step_by_step(
 @settings(max_examples=60, deadline=None)
 @given(
     jobs=st.lists(
-        # Two that come at the very same time have no order of their own.
+        # The order of requests that arrive at the same time is undefined.
         st.tuples(st.integers(0, 2000), st.integers(1, 40), st.integers(1, 60)),
         min_size=1,
         max_size=12,
@@ -488,18 +504,18 @@ def test_the_closed_form_equals_a_step_by_step_simulation(jobs, slots, capacity)
         engine = SimulatedEngine(
             QUARTERS, lambda r: jobs[r.uid.index][2], slots=slots, kv_capacity=capacity
         )
-        works = (
-            _timed(engine, _request(n, prompt=prompt), at=at / 10)
+        coroutines = (
+            _generate_timed(engine, _make_request(n, prompt=prompt), at=at / 10)
             for n, (at, prompt, _) in enumerate(jobs)
         )
-        ends = await _all(*works)
+        ends = await _run_all(*coroutines)
         assert engine.usage().generated_tokens == sum(length for *_, length in jobs)
         return [when for when, _ in ends], engine.load().preempted
 
     planned = [_PlannedRequest(at / 10, prompt, length) for at, prompt, length in jobs]
-    ends, preempted = _step_by_step(planned, slots=slots, capacity=capacity)
-    actual, thrown_out = run_virtual(main())
-    assert thrown_out == preempted
+    ends, preempted = _simulate_steps(planned, slots=slots, capacity=capacity)
+    actual, engine_preempted = run_virtual(main())
+    assert engine_preempted == preempted
     np.testing.assert_allclose(actual, ends, rtol=1e-9)
 
 
@@ -524,21 +540,23 @@ def test_the_workload_does_not_depend_on_order_or_interruptions(data):
             for speed in (1.0, 3.0)
         ]
 
-        async def follow(place: int, uid: SampleId) -> Completion:
-            request = _request(uid.index, of=uid.group, grouped=True)
-            completion = await engines[place % 2].generate(request)
+        async def generate_until_done(engine_index: int, uid: SampleId) -> Completion:
+            request = _make_request(uid.index, group_uid=uid.group, grouped=True)
+            completion = await engines[engine_index % 2].generate(request)
             while completion.stop is StopReason.ABORTED:
-                place += 1
+                engine_index += 1
                 request = replace(request, continue_from=completion)
-                completion = await engines[place % 2].generate(request)
+                completion = await engines[engine_index % 2].generate(request)
             return completion
 
-        works = [follow(place, uid) for place, uid in enumerate(order)]
+        coroutines = [
+            generate_until_done(engine_index, uid) for engine_index, uid in enumerate(order)
+        ]
         for at, uid in aborts:
-            works += [_at(at, engine.abort(uid)) for engine in engines]
+            coroutines += [_run_at(at, engine.abort(uid)) for engine in engines]
         for n, at in enumerate(sorted(commits)):
-            works += [_at(at, e.commit_shared(PolicyVersion(n + 1))) for e in engines]
-        done = (await _all(*works))[: len(order)]
+            coroutines += [_run_at(at, e.commit_shared(PolicyVersion(n + 1))) for e in engines]
+        done = (await _run_all(*coroutines))[: len(order)]
         drawn = total_usage(engine.usage() for engine in engines).generated_tokens
         assert drawn == sum(len(completion.token_ids) for completion in done)
         assert all(e.load().kv_tokens == 0 and e.load().running == 0 for e in engines)
@@ -562,9 +580,11 @@ def test_a_thousand_engines_run_to_the_end_in_seconds():
             SimulatedEngine(step, lambda request: lengths.tokens(request.uid), slots=32)
             for _ in range(1024)
         ]
-        requests = (_request(n % 8, of=n // 8, prompt=200, max_tokens=8192) for n in range(8192))
-        works = (engines[n % 1024].generate(request) for n, request in enumerate(requests))
-        await asyncio.gather(*works)
+        requests = (
+            _make_request(n % 8, group_uid=n // 8, prompt=200, max_tokens=8192) for n in range(8192)
+        )
+        coroutines = (engines[n % 1024].generate(request) for n, request in enumerate(requests))
+        await asyncio.gather(*coroutines)
         return total_usage(engine.usage() for engine in engines)
 
     usage = run_virtual(main())
@@ -606,8 +626,8 @@ def test_samples_of_a_group_can_correlate_without_changing_the_distribution():
     logs = np.log([[shared.tokens(SampleId(g, n)) for n in range(4)] for g in range(2000)])
     assert np.exp(np.median(logs)) == pytest.approx(600, rel=0.05)
     assert np.corrcoef(logs[:, 0], logs[:, 1])[0, 1] == pytest.approx(0.8, abs=0.05)
-    alone = replace(shared, prompt_share=0.0)
-    others = np.log([[alone.tokens(SampleId(g, n)) for n in range(2)] for g in range(2000)])
+    independent = replace(shared, prompt_share=0.0)
+    others = np.log([[independent.tokens(SampleId(g, n)) for n in range(2)] for g in range(2000)])
     assert np.corrcoef(others[:, 0], others[:, 1])[0, 1] == pytest.approx(0.0, abs=0.06)
     assert logs.std() == pytest.approx(others.std(), rel=0.1)
 
@@ -615,16 +635,16 @@ def test_samples_of_a_group_can_correlate_without_changing_the_distribution():
 def test_latencies_have_the_named_distributions():
     uids = [SampleId(n, 0) for n in range(2000)]
     assert {Latencies(0, constant(1.5)).seconds(uid) for uid in uids} == {1.5}
-    bent = Latencies(0, log_normal(0.2, 20))
-    assert np.median([bent.seconds(uid) for uid in uids]) == pytest.approx(0.2, rel=0.1)
-    assert bent.seconds(uids[0]) != replace(bent, purpose="env").seconds(uids[0])
-    assert bent.seconds(uids[0], 0) != bent.seconds(uids[0], 1)
+    long_tailed = Latencies(0, log_normal(0.2, 20))
+    assert np.median([long_tailed.seconds(uid) for uid in uids]) == pytest.approx(0.2, rel=0.1)
+    assert long_tailed.seconds(uids[0]) != replace(long_tailed, purpose="env").seconds(uids[0])
+    assert long_tailed.seconds(uids[0], 0) != long_tailed.seconds(uids[0], 1)
 
 
 def test_a_reward_takes_its_time_and_scores_by_id():
     async def main() -> tuple[float, list[float]]:
         reward = SimulatedReward(Latencies(0, constant(2.0)), seed=3)
-        scores = await _all(*(reward.score(sample(uid=(0, n))) for n in range(4)))
+        scores = await _run_all(*(reward.score(sample(uid=(0, n))) for n in range(4)))
         return _now(), [score.value for score in scores]
 
     time, values = run_virtual(main())
@@ -641,27 +661,27 @@ def test_shares_of_groups_without_signal_and_of_failures_are_as_configured():
     groups = run_virtual(main())
     failed = sum(not score.ok for scores in groups for score in scores)
     assert failed / 4500 == pytest.approx(0.1, abs=0.02)
-    complete_one = [scores for scores in groups if all(score.ok for score in scores)]
-    flat = [scores for scores in complete_one if len({score.value for score in scores}) == 1]
-    assert len(flat) / len(complete_one) == pytest.approx(0.3, abs=0.05)
+    complete = [scores for scores in groups if all(score.ok for score in scores)]
+    flat = [scores for scores in complete if len({score.value for score in scores}) == 1]
+    assert len(flat) / len(complete) == pytest.approx(0.3, abs=0.05)
     assert {scores[0].value for scores in flat} == {0.0, 1.0}
 
 
-def _records(time: StepTime, *, noise: float, count: int = 400) -> list[StepRecord]:
+def _make_records(time: StepTime, *, noise: float, count: int = 400) -> list[StepRecord]:
     draw = np.random.default_rng(0)
-    made: list[StepRecord] = []
+    step_records: list[StepRecord] = []
     for _ in range(count):
         batch = int(draw.integers(1, 65))
         kv = batch * int(draw.integers(100, 4000))
         prefill = int(draw.integers(0, 4000)) * int(draw.random() < 0.3)
         seconds = time.seconds(batch, kv, prefill) * (1 + noise * draw.standard_normal())
-        made.append(StepRecord(batch, kv, prefill, seconds))
-    return made
+        step_records.append(StepRecord(batch, kv, prefill, seconds))
+    return step_records
 
 
 def test_a_fit_finds_the_parts_of_noisy_records():
     true = step_time(0.02, 1e-4, 4e-8, 2e-6)
-    fit = fit_step_time(_records(true, noise=0.03, count=1600))
+    fit = fit_step_time(_make_records(true, noise=0.03, count=1600))
     actual = fit.step_time
     assert actual.base_s == pytest.approx(true.base_s, rel=0.03)
     assert actual.per_sequence_s == pytest.approx(true.per_sequence_s, rel=0.15)
@@ -674,7 +694,7 @@ def test_a_fit_finds_the_parts_of_noisy_records():
 
 def test_a_fit_without_noise_is_exact():
     true = step_time(0.02, 1e-4, 4e-8, 2e-6)
-    fit = fit_step_time(_records(true, noise=0.0, count=20))
+    fit = fit_step_time(_make_records(true, noise=0.0, count=20))
     assert fit.worst_error < 1e-9
     assert fit.step_time.per_kv_token_s == pytest.approx(true.per_kv_token_s, rel=1e-6)
 

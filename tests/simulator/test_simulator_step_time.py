@@ -1,4 +1,4 @@
-"""What a calibration fits: an engine's steps, training steps, what a prompt says of its answers."""
+"""The fits of a calibration: engine steps, training steps, and the prompt's share of lengths."""
 
 import asyncio
 
@@ -76,7 +76,7 @@ def test_latencies_and_the_controller_make_a_synchronous_step_longer() -> None:
 
 
 def test_a_fit_recognises_padded_steps() -> None:
-    """Three steps of two sequences whose time follows the longer one, whatever the other has."""
+    """The time of these steps depends on the longest sequence, not on the length of the others."""
     true = step_time(0.002, 0.001, 1e-4, padded=True)
     shapes = [(2, 12, 10), (2, 15, 10), (2, 40, 30), (1, 20, 20), (3, 33, 30), (3, 90, 30)]
     records = [
@@ -95,8 +95,8 @@ def test_a_prefill_of_any_length_adds_time_to_its_step() -> None:
     assert time.seconds(1, 1, prefill_tokens=3) == pytest.approx(0.01 + 0.005 + 0.003)
 
 
-def one_by_one(*, max_staleness: float = 0, contention: float = 1.0) -> Scenario:
-    """One sample of ten tokens after another, a second for each; training takes five seconds."""
+def make_sequential_scenario(*, max_staleness: float = 0, contention: float = 1.0) -> Scenario:
+    """One sample at a time, with ten tokens of a second each; training takes five seconds."""
     step_time = {"base_s": 1.0, "per_sequence_s": 0, "per_kv_token_s": 0, "per_prefill_token_s": 0}
     rollout = {"groups_per_step": 1, "group_size": 1, "drop_no_signal": False}
     return Scenario().change(
@@ -107,10 +107,10 @@ def one_by_one(*, max_staleness: float = 0, contention: float = 1.0) -> Scenario
 
 
 def test_engine_and_trainer_slow_each_other_down_only_while_both_work() -> None:
-    assert simulate(one_by_one(contention=1.5)).step_s == pytest.approx(15.0)
-    assert simulate(one_by_one(max_staleness=1)).step_s == pytest.approx(10.0)
-    # Five engine steps and the training take 7.5 s at once; the other five steps are made alone.
-    slowed = simulate(one_by_one(max_staleness=1, contention=1.5))
+    assert simulate(make_sequential_scenario(contention=1.5)).step_s == pytest.approx(15.0)
+    assert simulate(make_sequential_scenario(max_staleness=1)).step_s == pytest.approx(10.0)
+    # Five engine steps and the training overlap and take 7.5 s; the other five steps take 5 s.
+    slowed = simulate(make_sequential_scenario(max_staleness=1, contention=1.5))
     assert slowed.step_s == pytest.approx(12.5)
 
 
@@ -118,8 +118,8 @@ def test_engine_and_trainer_slow_each_other_down_only_while_both_work() -> None:
 def test_in_a_padded_engine_every_row_costs_as_much_as_the_longest(
     padded: bool, first: float
 ) -> None:
-    """Samples of 1 and 3 tokens after prompts of 1 and 5: of the first step's 6 tokens it makes 10;
-    then there is one of 6, and of 7."""
+    """Samples of 1 and 3 tokens with prompts of 1 and 5 tokens: padding makes the 6 cached tokens
+    of the first step cost as much as 10. The next two steps have one row, of 6 and 7 tokens."""
 
     async def main() -> float:
         time = step_time(1e-9, per_kv_token_s=1e-3, padded=padded)

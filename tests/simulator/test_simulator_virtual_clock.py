@@ -1,4 +1,4 @@
-"""asyncio on the virtual clock: exact times, the same order always, and never a hang."""
+"""asyncio on the virtual clock: exact times, a deterministic order, and no hangs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_a_timer_fires_at_its_time_to_the_last_bit(start):
         loop = asyncio.get_running_loop()
         seen: list[tuple[float, float]] = []
         await asyncio.sleep(start)
-        wanted = [start + 10 * k * 0.1 for k in range(1, 6)]
-        for when in wanted:
+        expected = [start + 10 * k * 0.1 for k in range(1, 6)]
+        for when in expected:
             loop.call_at(when, lambda when=when: seen.append((when, loop.time())))
         await asyncio.sleep(20)
         return seen

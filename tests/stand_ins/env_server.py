@@ -1,4 +1,4 @@
-"""A server in the protocol of openenv: an episode of three steps, each with a reward of its own.
+"""A server with the protocol of openenv: an episode has three steps, each with its own reward.
 
 python env_server.py HOST PORT
 """
@@ -27,7 +27,7 @@ def play(connection: ServerConnection) -> None:
             "reward": sum(map(ord, text)) % 7 / 7,
             "done": steps == 3,
         }
-        if text.startswith("hang"):  # The connection lives, and no answer comes.
+        if text.startswith("hang"):  # The connection stays open, without a reply.
             continue
         connection.send(json.dumps({"type": "observation", "data": data}))
 

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint that grades a response by its letters, always in the same way.
+"""An OpenAI-compatible judge endpoint: its score is a deterministic function of the response.
 
 python judge_server.py HOST PORT
 """

@@ -1,5 +1,5 @@
-"""Stands in for the client of openenv, which the suite's environment cannot hold: it requires older
-versions of other packages. The same calls, messages, time limits and exceptions as openenv 0.10."""
+"""A replacement for the client of openenv, which cannot be installed with the tests: it requires
+older versions of other packages. Same calls, messages, timeouts and exceptions as openenv 0.10."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class GenericEnvClient:
 
 
 class SyncEnvClient:
-    """Runs the client in an event loop of its own, in a thread."""
+    """Runs the client in its own event loop, in a thread."""
 
     def __init__(self, client: GenericEnvClient) -> None:
         self._client = client

@@ -1,4 +1,4 @@
-"""The local critic: what a value is of, promises about its gradient, its state."""
+"""The local critic: values, gradients, saved state and offloading."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("tiny"), hidden=32)
 
 
-def critic_of(folder: Path, **sections: dict[str, Any]) -> LocalCritic:
+def make_critic(folder: Path, **sections: dict[str, Any]) -> LocalCritic:
     sections.setdefault("critic", {"optimizer": {"lr": 1e-2}})
     return LocalCritic(recipe_of(folder, algorithm={"preset": "ppo"}, **sections))
 
 
-def annotated_batch(lengths: list[int], *, seed: int = 0) -> Batch:
-    """A batch with old values and returns for its trained tokens, as a mean over them."""
+def make_annotated_batch(lengths: list[int], *, seed: int = 0) -> Batch:
+    """A batch whose trained tokens have old values and returns."""
     batch = random_batch(lengths, seed=seed)
     random = np.random.default_rng(seed + 1)
     return replace(
@@ -48,8 +48,8 @@ def annotated_batch(lengths: list[int], *, seed: int = 0) -> Batch:
     )
 
 
-def with_one_prompt(batch: Batch, *, tokens: int) -> Batch:
-    """The same batch as one group, whose samples all begin with the same tokens."""
+def share_prompt(batch: Batch, *, tokens: int) -> Batch:
+    """The batch as one group, whose samples begin with the same tokens."""
     token_ids_N = batch.token_ids_N.copy()
     for start in batch.offsets_B1[:-1]:
         token_ids_N[start : start + tokens] = token_ids_N[:tokens]
@@ -61,7 +61,7 @@ def value_loss(inputs: ValueInputs) -> Loss:
     return Loss((inputs.weights_T * actual.loss_T).sum(), actual.sums)
 
 
-def gradient(critic: LocalCritic, *batches: Batch) -> torch.Tensor:
+def compute_gradient(critic: LocalCritic, *batches: Batch) -> torch.Tensor:
     critic.optimizer.drop_gradients()
     for batch in batches:
         critic.forward_backward(batch, value_loss)
@@ -69,74 +69,79 @@ def gradient(critic: LocalCritic, *batches: Batch) -> torch.Tensor:
     return torch.cat(every)
 
 
-def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return ((ours - theirs).norm() / theirs.norm()).item()
+def relative_error(gradient: torch.Tensor, reference: torch.Tensor) -> float:
+    return ((gradient - reference).norm() / reference.norm()).item()
 
 
 def test_the_gradient_is_that_of_a_plain_transformers_model_with_a_value_row(folder: Path):
-    critic = critic_of(folder)
+    critic = make_critic(folder)
     critic.module.double()
-    batch = annotated_batch(LENGTHS)
-    ours = gradient(critic, batch)
+    batch = make_annotated_batch(LENGTHS)
+    gradient = compute_gradient(critic, batch)
 
     plain = AutoModelForCausalLM.from_pretrained(folder).double().eval()
     row = critic.module.head.weight.detach().clone()[0].requires_grad_()
-    shift = critic.module.head.bias.detach().clone().requires_grad_()
+    offset = critic.module.head.bias.detach().clone().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
     for b, start in enumerate(batch.offsets_B1[:-1]):
-        cut = slice(start, start + batch.lengths_B[b])
-        ids = torch.as_tensor(batch.token_ids_N[cut]).long()
-        before = (plain.model(ids[None]).last_hidden_state[0, :-1] @ row) + shift
-        old = torch.as_tensor(batch.values_N[cut])[1:]
-        returns = torch.as_tensor(batch.returns_N[cut])[1:]
-        held = old + (before - old).clamp(-CLIP, CLIP)
-        worse = torch.maximum((before - returns) ** 2, (held - returns) ** 2)
-        total += (0.5 * worse * torch.as_tensor(batch.weights_N[cut])[1:]).sum()
+        span = slice(start, start + batch.lengths_B[b])
+        ids = torch.as_tensor(batch.token_ids_N[span]).long()
+        before = (plain.model(ids[None]).last_hidden_state[0, :-1] @ row) + offset
+        old = torch.as_tensor(batch.values_N[span])[1:]
+        returns = torch.as_tensor(batch.returns_N[span])[1:]
+        clipped = old + (before - old).clamp(-CLIP, CLIP)
+        worse = torch.maximum((before - returns) ** 2, (clipped - returns) ** 2)
+        total += (0.5 * worse * torch.as_tensor(batch.weights_N[span])[1:]).sum()
     total.backward()
-    theirs = [p.grad.flatten() for p in plain.model.parameters()] + [row.grad, shift.grad]
-    assert relative(ours, torch.cat(theirs)) < 1e-10
+    reference = [p.grad.flatten() for p in plain.model.parameters()] + [row.grad, offset.grad]
+    assert relative_error(gradient, torch.cat(reference)) < 1e-10
 
 
 def test_the_gradient_does_not_depend_on_split_packing_order_or_shared_prompts(folder: Path):
-    batch = with_one_prompt(annotated_batch(LENGTHS), tokens=2)
-    plain = critic_of(folder, train={"share_prefix": False})
+    batch = share_prompt(make_annotated_batch(LENGTHS), tokens=2)
+    plain = make_critic(folder, train={"share_prefix": False})
     plain.module.double()
     widen_norms(plain.module)
-    expected = gradient(plain, batch)
-    assert relative(gradient(plain, batch.take([5, 0, 3, 1, 4, 2])), expected) < 1e-10
-    assert relative(gradient(plain, batch.take([0, 3]), batch.take([1, 2, 4, 5])), expected) < 1e-10
+    expected = compute_gradient(plain, batch)
+    assert relative_error(compute_gradient(plain, batch.take([5, 0, 3, 1, 4, 2])), expected) < 1e-10
+    assert (
+        relative_error(
+            compute_gradient(plain, batch.take([0, 3]), batch.take([1, 2, 4, 5])), expected
+        )
+        < 1e-10
+    )
     for sections in (
         {"train": {"tokens_per_microbatch": 1}},
         {"train": {"tokens_per_microbatch": 25}},
         {"run": {"deterministic": True}},
         {},
     ):
-        other = critic_of(folder, **sections)
+        other = make_critic(folder, **sections)
         other.module.double()
         widen_norms(other.module)
-        assert relative(gradient(other, batch), expected) < 1e-10
+        assert relative_error(compute_gradient(other, batch), expected) < 1e-10
 
 
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "each by itself"])
 def test_a_value_is_of_what_comes_before_the_token(folder: Path, share: bool):
-    critic = critic_of(folder, train={"share_prefix": share})
-    batch = with_one_prompt(random_batch(LENGTHS), tokens=2)
+    critic = make_critic(folder, train={"share_prefix": share})
+    batch = share_prompt(random_batch(LENGTHS), tokens=2)
     values = critic.values(batch)
     assert values.values_N.dtype == values.last_values_B.dtype == np.float32
     assert not values.values_N[~batch.loss_mask_N].any()
     plain = AutoModelForCausalLM.from_pretrained(folder).eval()
     head = critic.module.head
     for b, start in enumerate(batch.offsets_B1[:-1]):
-        cut = slice(start, start + batch.lengths_B[b])
+        span = slice(start, start + batch.lengths_B[b])
         with torch.no_grad():
-            ids = torch.as_tensor(batch.token_ids_N[cut]).long()
+            ids = torch.as_tensor(batch.token_ids_N[span]).long()
             every = head(plain.model(ids[None]).last_hidden_state[0])[:, 0].numpy()
-        np.testing.assert_allclose(values.values_N[cut][2:], every[1:-1], atol=1e-6)
+        np.testing.assert_allclose(values.values_N[span][2:], every[1:-1], atol=1e-6)
         np.testing.assert_allclose(values.last_values_B[b], every[-1], atol=1e-6)
 
 
 def test_a_value_does_not_depend_on_the_sampled_token(folder: Path):
-    critic, batch = critic_of(folder), random_batch([6])
+    critic, batch = make_critic(folder), random_batch([6])
     other = batch.token_ids_N.copy()
     other[4] = 4 + (other[4] - 3) % 50
     before = critic.values(batch).values_N
@@ -149,7 +154,7 @@ def test_tokens_outside_the_mask_and_samples_without_any_have_the_value_zero(fol
     batch = random_batch([6, 5])
     mask_N = batch.loss_mask_N.copy()
     mask_N[6:] = False
-    values = critic_of(folder).values(replace(batch, loss_mask_N=mask_N))
+    values = make_critic(folder).values(replace(batch, loss_mask_N=mask_N))
     assert np.count_nonzero(values.values_N) == 4
     assert values.last_values_B[0] != 0
     assert values.last_values_B[1] == 0
@@ -158,10 +163,10 @@ def test_tokens_outside_the_mask_and_samples_without_any_have_the_value_zero(fol
 def test_values_start_near_zero_and_follow_from_the_seed_alone(folder: Path):
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    one = critic_of(folder)
+    one = make_critic(folder)
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
-    same, other = critic_of(folder), critic_of(folder, run={"seed": 1})
+    same, other = make_critic(folder), make_critic(folder, run={"seed": 1})
     assert torch.equal(one.module.head.weight, same.module.head.weight)
     assert not torch.equal(one.module.head.weight, other.module.head.weight)
     assert one.module.head.bias.item() == 0
@@ -171,20 +176,20 @@ def test_values_start_near_zero_and_follow_from_the_seed_alone(folder: Path):
 
 def test_the_value_head_is_float32_over_a_body_of_any_dtype(folder: Path):
     model = {"path": str(folder), "dtype": "bfloat16"}
-    critic = critic_of(folder, critic={"model": model})
+    critic = make_critic(folder, critic={"model": model})
     assert {p.dtype for p in critic.module.decoder.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in critic.module.head.parameters()} == {torch.float32}
 
 
 def test_a_critic_may_have_its_own_base_model(folder: Path, tmp_path: Path):
     small = save_tiny(tmp_path, hidden=16, layers=1)
-    critic = critic_of(folder, critic={"model": {"path": str(small)}})
+    critic = make_critic(folder, critic={"model": {"path": str(small)}})
     assert critic.module.head.in_features == 16
     assert critic.values(random_batch([5])).values_N.shape == (5,)
 
 
 def test_values_move_towards_their_returns(folder: Path):
-    critic, batch = critic_of(folder), annotated_batch(LENGTHS)
+    critic, batch = make_critic(folder), make_annotated_batch(LENGTHS)
     errors: list[float] = []
     for _ in range(30):
         now_N = critic.values(batch).values_N
@@ -197,7 +202,7 @@ def test_values_move_towards_their_returns(folder: Path):
 
 def test_the_schedule_of_the_critic_includes_the_critics_warm_up_steps(folder: Path):
     train = {"schedule": {"shape": "linear"}, "minibatches": 2, "epochs": 2}
-    critic = critic_of(
+    critic = make_critic(
         folder,
         run={"steps": 4},
         train=train,
@@ -209,7 +214,7 @@ def test_the_schedule_of_the_critic_includes_the_critics_warm_up_steps(folder: P
 
 
 def test_a_return_that_is_not_a_number_is_skipped_and_nothing_is_written(folder: Path):
-    critic, batch = critic_of(folder), annotated_batch([6, 6])
+    critic, batch = make_critic(folder), make_annotated_batch([6, 6])
     before = critic.values(batch).values_N
     bad = np.where(batch.loss_mask_N, np.nan, batch.returns_N)
     critic.forward_backward(replace(batch, returns_N=bad), value_loss)
@@ -221,38 +226,38 @@ def test_a_return_that_is_not_a_number_is_skipped_and_nothing_is_written(folder:
 
 
 def test_numbers_outside_the_mask_cannot_poison_the_gradient(folder: Path):
-    critic, batch = critic_of(folder), annotated_batch([6, 6])
-    expected = gradient(critic, batch)
+    critic, batch = make_critic(folder), make_annotated_batch([6, 6])
+    expected = compute_gradient(critic, batch)
     poison = np.where(batch.loss_mask_N, batch.returns_N, np.nan)
-    assert torch.equal(gradient(critic, replace(batch, returns_N=poison)), expected)
+    assert torch.equal(compute_gradient(critic, replace(batch, returns_N=poison)), expected)
 
 
 def test_a_batch_without_returns_is_refused(folder: Path):
     with pytest.raises(ConfigError, match="no values and returns"):
-        critic_of(folder).forward_backward(random_batch([5]), value_loss)
+        make_critic(folder).forward_backward(random_batch([5]), value_loss)
 
 
 def test_deterministic_values_do_not_depend_on_neighbours_or_micro_batches(folder: Path):
     batch = random_batch(LENGTHS)
-    critic = critic_of(folder, run={"deterministic": True})
+    critic = make_critic(folder, run={"deterministic": True})
     every = critic.values(batch)
-    tight = critic_of(
+    split_values = make_critic(
         folder, run={"deterministic": True}, train={"tokens_per_microbatch": 1}
     ).values(batch)
-    assert np.array_equal(every.values_N, tight.values_N)
-    assert np.array_equal(every.last_values_B, tight.last_values_B)
+    assert np.array_equal(every.values_N, split_values.values_N)
+    assert np.array_equal(every.last_values_B, split_values.last_values_B)
     for b in range(batch.rows):
         own = critic.values(batch.take([b]))
-        cut = slice(batch.offsets_B1[b], batch.offsets_B1[b + 1])
-        assert np.array_equal(own.values_N, every.values_N[cut])
+        span = slice(batch.offsets_B1[b], batch.offsets_B1[b + 1])
+        assert np.array_equal(own.values_N, every.values_N[span])
         assert own.last_values_B[0] == every.last_values_B[b]
 
 
 def test_deterministic_training_does_not_depend_on_the_order_of_the_batch(folder: Path):
-    batch = annotated_batch(LENGTHS)
+    batch = make_annotated_batch(LENGTHS)
     actual: list[np.ndarray[Any, Any]] = []
     for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 0, 2, 4]):
-        critic = critic_of(folder, run={"deterministic": True})
+        critic = make_critic(folder, run={"deterministic": True})
         critic.forward_backward(batch.take(order), value_loss)
         critic.step()
         actual.append(critic.values(batch).values_N)
@@ -260,15 +265,15 @@ def test_deterministic_training_does_not_depend_on_the_order_of_the_batch(folder
 
 
 def test_a_restored_critic_continues_like_the_saved_one(folder: Path, tmp_path: Path):
-    critic = critic_of(folder)
+    critic = make_critic(folder)
 
     def train(trained: LocalCritic, seed: int) -> None:
-        trained.forward_backward(annotated_batch(LENGTHS, seed=seed), value_loss)
+        trained.forward_backward(make_annotated_batch(LENGTHS, seed=seed), value_loss)
         trained.step()
 
     train(critic, 0)
     critic.save(tmp_path)
-    restored = critic_of(folder)
+    restored = make_critic(folder)
     restored.load(tmp_path)
     train(critic, 1)
     train(restored, 1)
@@ -279,7 +284,7 @@ def test_a_restored_critic_continues_like_the_saved_one(folder: Path, tmp_path: 
 def test_its_files_hold_the_decoder_and_the_row_and_no_head_over_the_vocabulary(
     folder: Path, tmp_path: Path
 ):
-    critic_of(folder).save(tmp_path)
+    make_critic(folder).save(tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {"critic.safetensors", "critic.json"}
     with safe_open(tmp_path / "critic.safetensors", "pt") as saved:
         names = set(saved.keys())
@@ -289,16 +294,16 @@ def test_its_files_hold_the_decoder_and_the_row_and_no_head_over_the_vocabulary(
 
 def test_a_folder_without_a_critic_is_refused(folder: Path, tmp_path: Path):
     with pytest.raises(CheckpointError, match="the critic's state in"):
-        critic_of(folder).load(tmp_path)
+        make_critic(folder).load(tmp_path)
 
 
 def test_a_sleeping_role_is_saved_too(folder: Path, tmp_path: Path):
-    critic, batch = critic_of(folder), annotated_batch(LENGTHS)
+    critic, batch = make_critic(folder), make_annotated_batch(LENGTHS)
     critic.forward_backward(batch, value_loss)
     critic.step()
     before = critic.values(batch).values_N
     critic.save(tmp_path / "awake")
-    # On a CPU `sleep` has nothing to do; this is what it does on a GPU.
+    # On a CPU `sleep` does nothing. On a GPU it does this.
     critic._offloaded.move_to_host(critic.optimizer.tensors())
     assert critic.module.head.weight.untyped_storage().size() == 0
     critic.save(tmp_path / "asleep")

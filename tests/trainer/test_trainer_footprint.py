@@ -1,4 +1,4 @@
-"""Predicted memory: activations are counted while a forward keeps them."""
+"""The predicted memory of activations, compared with the tensors that a forward keeps."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rollick.trainer.local import LocalStrategy
 from rollick.trainer.memory_estimate import activations_per_token
 
 
-def kept_per_token(strategy: LocalStrategy) -> float:
-    """Bytes that a forward keeps for its backward, parameters not among them."""
+def measure_bytes_per_token(strategy: LocalStrategy) -> float:
+    """Bytes per token that a forward keeps for its backward, without parameters."""
     batch, kept = random_batch([64] * 4), dict[int, torch.Tensor]()
     parameters = {p.untyped_storage().data_ptr() for p in strategy.module.parameters()}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        place = tensor.untyped_storage().data_ptr()
-        if place not in parameters:
-            kept[place] = tensor
+        address = tensor.untyped_storage().data_ptr()
+        if address not in parameters:
+            kept[address] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -40,6 +40,6 @@ def test_a_forward_keeps_about_the_predicted_memory(
     shape = ModelShape.read(str(folder))
     assert shape is not None
     model, train = {"path": str(folder), "dtype": dtype}, {"lora": lora, "share_prefix": False}
-    measured = kept_per_token(LocalStrategy(recipe_of(folder, model=model, train=train)))
+    measured = measure_bytes_per_token(LocalStrategy(recipe_of(folder, model=model, train=train)))
     predicted = activations_per_token(shape, itemsize=itemsize, uses_model_forward=lora is not None)
     assert 0.9 < measured / predicted < 1.1

@@ -1,4 +1,4 @@
-"""What ranks decide before they compute: pure functions, without a process."""
+"""How work is divided over ranks: pure functions, without processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_cost_of_a_row_is_that_of_its_layers_and_of_what_it_sees():
         hidden_size=8, num_attention_heads=4, num_key_value_heads=2, intermediate_size=16
     )
     cost = RowCost.of(config)
-    # q and o: 8 x 8 each, k and v: 8 x 4 each, three matrices of 8 x 16; two operations a weight.
+    # q and o: 8 x 8 each, k and v: 8 x 4 each, three matrices of 8 x 16; two operations per weight.
     assert cost.token == 2 * (2 * 64 + 2 * 32 + 3 * 128)
     assert cost.pair == 4 * 4 * 2
     assert STEEP.of_rows(0, 3) == 3 + (1 + 2 + 3)
@@ -34,7 +34,7 @@ def test_the_cost_of_a_row_is_that_of_its_layers_and_of_what_it_sees():
 
 
 def test_one_long_sample_weighs_more_than_its_tokens():
-    """By tokens 8 equals 4 + 4; by cost it is 44 and 14 + 14, so that a third short one joins."""
+    """By tokens, 8 equals 4 + 4. By cost, 44 exceeds 14 + 14, so a third short sample fits."""
     lengths = [8, 4, 4, 4]
     parts = plan_ranks(lengths, ranks=2, cost=STEEP, groups_B=[0, 1, 2, 3], shared_B=[0, 0, 0, 0])
     assert parts == [[0], [1, 2, 3]]
@@ -42,10 +42,10 @@ def test_one_long_sample_weighs_more_than_its_tokens():
 
 def test_samples_with_a_shared_prefix_stay_together_unless_a_rank_would_be_idle():
     lengths, groups = [6, 6, 6, 6], [0, 0, 1, 1]
-    together = plan_ranks(lengths, ranks=2, cost=FLAT, groups_B=groups, shared_B=[4] * 4)
-    assert together == [[0, 1], [2, 3]]
-    alone = plan_ranks([6, 6, 6], ranks=2, cost=FLAT, groups_B=[0, 0, 0], shared_B=[4] * 3)
-    assert sorted(len(part) for part in alone) == [1, 2]
+    two_groups = plan_ranks(lengths, ranks=2, cost=FLAT, groups_B=groups, shared_B=[4] * 4)
+    assert two_groups == [[0, 1], [2, 3]]
+    one_group = plan_ranks([6, 6, 6], ranks=2, cost=FLAT, groups_B=[0, 0, 0], shared_B=[4] * 3)
+    assert sorted(len(part) for part in one_group) == [1, 2]
 
 
 def test_a_slow_rank_gets_less_work():
@@ -65,9 +65,13 @@ def test_pairs_are_never_cut():
 
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=20), ranks=st.integers(1, 6))
 def test_every_sample_has_one_rank_and_no_rank_has_far_too_much(lengths: list[int], ranks: int):
-    nothing = [0] * len(lengths)
+    no_shared_tokens = [0] * len(lengths)
     parts = plan_ranks(
-        lengths, ranks=ranks, cost=STEEP, groups_B=list(range(len(lengths))), shared_B=nothing
+        lengths,
+        ranks=ranks,
+        cost=STEEP,
+        groups_B=list(range(len(lengths))),
+        shared_B=no_shared_tokens,
     )
     assert sorted(b for part in parts for b in part) == list(range(len(lengths)))
     loads = [sum(STEEP.of_rows(0, lengths[b]) for b in part) for part in parts]
@@ -90,7 +94,7 @@ def test_every_rank_has_a_row(positions: list[int], ranks: int):
 
 
 def test_a_split_sample_continues_from_its_first_piece_and_so_do_its_children():
-    """A beginning of 5 rows with two tails of 2 and 3, cut after 3 and after 6 rows."""
+    """A prefix of 5 rows with two tails of 2 and 3 rows, cut after 3 and after 6 rows."""
     lengths, parents, owners = cut_segments([5, 2, 3], [ROOT, 0, 0], cuts=(0, 3, 6, 10))
     assert lengths == [3, 2, 1, 1, 3]
     assert parents == [ROOT, 0, 1, 2, 1]

@@ -24,13 +24,13 @@ from rollick.pipelines.rl import open_rl
 SHARDED = (
     "cluster.backend=ray",
     "devices.policy=cpu:0-1",
-    "devices.generators=cpu:1-2",  # one in the process of rank 1, one by itself
+    "devices.generators=cpu:1-2",  # one in the process of rank 1, one in its own process
     "train.strategy=fsdp",
     "train.parallel.data=2",
 )
 
 
-def column(folder: Path, name: str) -> list[float]:
+def read_column(folder: Path, name: str) -> list[float]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row[name] for row in rows if name in row]
 
@@ -38,34 +38,38 @@ def column(folder: Path, name: str) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_run_on_two_ranks_is_that_on_one(run_toy: Callable[..., RunResult], tmp_path: Path):
-    """Same seed, so the same prompts; engine and learner differ in rounding alone at first."""
+    """The same seed gives the same prompts; in the first step, only rounding differs."""
     alone = run_toy("cluster.backend=ray", "checkpoint.every=1", name="alone", steps=2)
     sharded = run_toy(*SHARDED, "checkpoint.every=1", name="sharded", steps=2)
-    loss, moved = "train/loss", "controller/batch_mb"
-    first = column(alone.folder, loss)[0]
-    assert column(sharded.folder, loss)[0] == pytest.approx(first, abs=1e-4)
-    # Each rank gets its rows only: together they get what one rank gets.
-    assert column(sharded.folder, moved)[0] == pytest.approx(column(alone.folder, moved)[0])
-    assert column(alone.folder, moved)[0] > 0
-    longer = run_toy(*SHARDED, "checkpoint.every=1", name="sharded", steps=3, resume=True)
-    assert longer.step == 3
-    out = export_run(longer.folder, tmp_path / "out")
+    loss_name, size_name = "train/loss", "controller/batch_mb"
+    first = read_column(alone.folder, loss_name)[0]
+    assert read_column(sharded.folder, loss_name)[0] == pytest.approx(first, abs=1e-4)
+    # Each rank gets only its rows, so two ranks together get as much as one.
+    assert read_column(sharded.folder, size_name)[0] == pytest.approx(
+        read_column(alone.folder, size_name)[0]
+    )
+    assert read_column(alone.folder, size_name)[0] > 0
+    resumed = run_toy(*SHARDED, "checkpoint.every=1", name="sharded", steps=3, resume=True)
+    assert resumed.step == 3
+    out = export_run(resumed.folder, tmp_path / "out")
     assert AutoModelForCausalLM.from_pretrained(out).num_parameters() > 0
 
 
 @contextmanager
-def throttled(pid: int) -> Iterator[None]:
-    """The process shares one core with three others."""
+def throttle_process(pid: int) -> Iterator[None]:
+    """Make the process share one core with three busy processes."""
     core = {min(os.sched_getaffinity(0))}
     for thread in Path(f"/proc/{pid}/task").iterdir():
         os.sched_setaffinity(int(thread.name), core)
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+    busy_processes = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)
+    ]
     try:
-        for process in busy:
+        for process in busy_processes:
             os.sched_setaffinity(process.pid, core)
         yield
     finally:
-        for process in busy:
+        for process in busy_processes:
             process.kill()
             process.wait()
 
@@ -81,7 +85,7 @@ async def test_a_slow_rank_is_named_within_ten_steps_and_gets_less_work(
         group = run.roles.policy.group
         transport: Any = group.transport
         host = group.device_map.host_of("policy", 1)
-        with throttled(transport.processes[host.index].pid):
+        with throttle_process(transport.processes[host.index].pid):
             result = await RunLoop(run, pipeline).run()
     faults = [fault for fault in read_faults(result.folder) if fault.role == "policy"]
     assert [(fault.kind, fault.rank) for fault in faults] == [("slow", 1)]

@@ -1,4 +1,4 @@
-"""The local strategy: promises about gradients, state and what it shares."""
+"""The local strategy: gradients, inputs of the loss, saved state and exports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("tiny"), hidden=32)
 
 
-def strategy_of(folder: Path, **sections: dict[str, Any]) -> LocalStrategy:
+def make_strategy(folder: Path, **sections: dict[str, Any]) -> LocalStrategy:
     sections.setdefault("train", {"optimizer": {"lr": 1e-3}})
     return LocalStrategy(recipe_of(folder, **sections))
 
@@ -41,7 +41,7 @@ def policy_loss(inputs: LossInputs) -> Loss:
     return weighted_loss(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
 
 
-def gradient(strategy: LocalStrategy, *batches: Batch) -> torch.Tensor:
+def compute_gradient(strategy: LocalStrategy, *batches: Batch) -> torch.Tensor:
     strategy.optimizer.drop_gradients()
     for batch in batches:
         strategy.forward_backward(batch, policy_loss)
@@ -49,33 +49,38 @@ def gradient(strategy: LocalStrategy, *batches: Batch) -> torch.Tensor:
     return torch.cat(every)
 
 
-def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return ((ours - theirs).norm() / theirs.norm()).item()
+def relative_error(actual: torch.Tensor, reference: torch.Tensor) -> float:
+    return ((actual - reference).norm() / reference.norm()).item()
 
 
 def test_the_gradient_does_not_depend_on_split_packing_or_order(folder: Path):
-    """Promise 3, in float64."""
-    full = strategy_of(folder)
+    """In float64, where rounding is far below the tolerance."""
+    full = make_strategy(folder)
     full.module.double()
     batch = random_batch(LENGTHS)
-    expected = gradient(full, batch)
-    assert relative(gradient(full, batch.take([5, 0, 3, 1, 4, 2])), expected) < 1e-10
-    assert relative(gradient(full, batch.take([0, 3]), batch.take([1, 2, 4, 5])), expected) < 1e-10
+    expected = compute_gradient(full, batch)
+    assert relative_error(compute_gradient(full, batch.take([5, 0, 3, 1, 4, 2])), expected) < 1e-10
+    assert (
+        relative_error(
+            compute_gradient(full, batch.take([0, 3]), batch.take([1, 2, 4, 5])), expected
+        )
+        < 1e-10
+    )
     for tokens, chunk in [(1, 1), (13, 3), (25, 2048)]:
         train = {"tokens_per_microbatch": tokens, "logprob_chunk_tokens": chunk}
-        split = strategy_of(folder, train=train)
+        split = make_strategy(folder, train=train)
         split.module.double()
-        assert relative(gradient(split, batch), expected) < 1e-10
-    tiled = strategy_of(folder, run={"deterministic": True})
+        assert relative_error(compute_gradient(split, batch), expected) < 1e-10
+    tiled = make_strategy(folder, run={"deterministic": True})
     tiled.module.double()
-    assert relative(gradient(tiled, batch), expected) < 1e-10
+    assert relative_error(compute_gradient(tiled, batch), expected) < 1e-10
 
 
 def test_the_gradient_is_that_of_a_plain_transformers_model(folder: Path):
-    strategy = strategy_of(folder)
+    strategy = make_strategy(folder)
     strategy.module.double()
     batch = random_batch(LENGTHS)
-    ours = gradient(strategy, batch)
+    actual = compute_gradient(strategy, batch)
 
     plain = AutoModelForCausalLM.from_pretrained(folder).double().eval()
     total = torch.zeros((), dtype=torch.float64)
@@ -90,8 +95,8 @@ def test_the_gradient_is_that_of_a_plain_transformers_model(folder: Path):
         terms = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
         total -= (terms * torch.as_tensor(batch.weights_N[cut])[1:]).sum()
     total.backward()
-    theirs = torch.cat([p.grad.flatten() for p in plain.parameters()])
-    assert relative(ours, theirs) < 1e-10
+    reference = torch.cat([p.grad.flatten() for p in plain.parameters()])
+    assert relative_error(actual, reference) < 1e-10
 
 
 def test_a_pad_token_that_ends_sequences_gets_the_same_gradient_on_every_path(tmp_path: Path):
@@ -104,15 +109,15 @@ def test_a_pad_token_that_ends_sequences_gets_the_same_gradient_on_every_path(tm
     ids[batch.offsets_B1[:-1] + 1] = config["eos_token_id"]
     batch = replace(batch, token_ids_N=ids)
 
-    def row(**sections: dict[str, Any]) -> torch.Tensor:
-        strategy = strategy_of(folder, **sections)
-        gradient(strategy, batch)
+    def compute_row_grad(**sections: dict[str, Any]) -> torch.Tensor:
+        strategy = make_strategy(folder, **sections)
+        compute_gradient(strategy, batch)
         embedding: Any = strategy.module.get_submodule("model.embed_tokens")
         return embedding.weight.grad[config["eos_token_id"]]
 
-    fast, modules = row(), row(run={"deterministic": True})
-    assert fast.norm() > 0
-    assert relative(modules, fast) < 1e-4
+    fused_path, module_path = compute_row_grad(), compute_row_grad(run={"deterministic": True})
+    assert fused_path.norm() > 0
+    assert relative_error(module_path, fused_path) < 1e-4
 
 
 def test_at_the_first_step_the_ratio_to_the_own_log_probs_is_one(folder: Path):
@@ -122,14 +127,14 @@ def test_at_the_first_step_the_ratio_to_the_own_log_probs_is_one(folder: Path):
         seen.append((inputs.logprobs_T - inputs.old_T).exp())
         return policy_loss(inputs)
 
-    strategy = strategy_of(folder, algorithm={"correction": "none"})
+    strategy = make_strategy(folder, algorithm={"correction": "none"})
     batch = random_batch(LENGTHS)
     strategy.forward_backward(replace(batch, old_logprobs_N=strategy.logprobs(batch)), record)
     torch.testing.assert_close(torch.cat(seen), torch.ones(38), rtol=0, atol=1e-6)
 
 
 def test_on_its_own_log_probs_a_policy_has_no_mismatch(folder: Path):
-    strategy = strategy_of(folder)
+    strategy = make_strategy(folder)
     batch = random_batch(LENGTHS)
     report = strategy.forward_backward(
         replace(batch, logprobs_N=strategy.logprobs(batch)),
@@ -141,8 +146,8 @@ def test_on_its_own_log_probs_a_policy_has_no_mismatch(folder: Path):
 
 
 def test_a_small_mismatch_keeps_its_digits(folder: Path):
-    """k3 of a log-ratio d is about d^2 / 2: far below what 1 + d can hold in float32."""
-    strategy = strategy_of(folder)
+    """k3 of a log-ratio d is about d^2 / 2, which would be lost in a float32 sum of 1 + d."""
+    strategy = make_strategy(folder)
     strategy.module.double()
     batch = random_batch([6])
     own_N = strategy.logprobs(batch)
@@ -152,17 +157,17 @@ def test_a_small_mismatch_keeps_its_digits(folder: Path):
 
 
 def test_a_model_with_other_layers_than_attention_is_refused(folder: Path, tmp_path: Path):
-    """Their state would run on from one packed sequence into the next."""
+    """The state of such layers would carry over from one packed sequence to the next."""
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "qwen3_next", "layer_types": ["full_attention", "linear_attention"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=r"layers of type \['linear_attention'\]"):
-        strategy_of(tmp_path)
+        make_strategy(tmp_path)
 
 
 def test_a_model_in_float16_computes_log_probs_and_is_not_trained(folder: Path):
     """Without loss scaling, gradients of a large batch underflow."""
-    strategy = strategy_of(folder, model={"path": str(folder), "dtype": "float16"})
+    strategy = make_strategy(folder, model={"path": str(folder), "dtype": "float16"})
     batch = random_batch([6])
     assert np.isfinite(strategy.logprobs(batch)).all()
     with pytest.raises(ConfigError, match=r"float16 cannot be trained.*bfloat16 or float32"):
@@ -176,7 +181,7 @@ def test_without_an_old_policy_the_behaviour_policy_replaces_it(folder: Path):
         seen.append(inputs)
         return policy_loss(inputs)
 
-    strategy = strategy_of(folder, algorithm={"correction": "bypass"})
+    strategy = make_strategy(folder, algorithm={"correction": "bypass"})
     batch = random_batch([5, 5])
     strategy.forward_backward(batch, record)
     strategy.forward_backward(replace(batch, old_logprobs_N=batch.logprobs_N - 1), record)
@@ -189,7 +194,7 @@ def test_without_an_old_policy_the_behaviour_policy_replaces_it(folder: Path):
 def test_the_report_sums_over_all_micro_batches(folder: Path):
     batch = random_batch(LENGTHS)
     reports = [
-        strategy_of(folder, train={"tokens_per_microbatch": tokens}).forward_backward(
+        make_strategy(folder, train={"tokens_per_microbatch": tokens}).forward_backward(
             batch, policy_loss
         )
         for tokens in (10_000, 10)
@@ -211,7 +216,7 @@ def test_the_loss_sees_every_stream_that_the_batch_carries_of_its_counted_tokens
         seen.append(inputs)
         return policy_loss(inputs)
 
-    strategy = strategy_of(folder)
+    strategy = make_strategy(folder)
     batch = random_batch([4, 5], prompt=3)  # counted: tokens 3; 7, 8
     numbers_N = np.arange(batch.tokens, dtype=np.float64)
     ids_NK = (np.arange(2 * batch.tokens, dtype=np.int32) % 60).reshape(-1, 2)
@@ -241,7 +246,7 @@ def test_the_loss_sees_every_stream_that_the_batch_carries_of_its_counted_tokens
     assert inputs.student_TK.requires_grad
     assert inputs.entropy_T is not None
     assert inputs.entropy_T.requires_grad
-    given = {
+    expected_inputs = {
         "scores_T": [-1, -1, 0.25],
         "pair_T": [0, 0, 1],
         "age_T": [3, 3, 3],
@@ -249,20 +254,20 @@ def test_the_loss_sees_every_stream_that_the_batch_carries_of_its_counted_tokens
         "kl_weights_T": [17, 18, 13],
         "entropy_weights_T": [27, 28, 23],
     }
-    assert {name: getattr(inputs, name).tolist() for name in given} == given
+    assert {name: getattr(inputs, name).tolist() for name in expected_inputs} == expected_inputs
 
 
 def test_the_students_log_probs_of_the_teachers_tokens_are_those_of_the_tokens_themselves(
     folder: Path,
 ):
-    """Where the teacher's most likely token is the sampled one, both give the same number."""
+    """If the teacher's most likely token is the sampled one, both log-probs are equal."""
     seen: list[LossInputs] = []
 
     def record(inputs: LossInputs) -> Loss:
         seen.append(inputs)
         return policy_loss(inputs)
 
-    strategy = strategy_of(folder)
+    strategy = make_strategy(folder)
     batch = random_batch([6, 7])
     strategy.forward_backward(
         replace(batch, teacher_ids_NK=batch.token_ids_N[:, None].copy()), record
@@ -273,14 +278,14 @@ def test_the_students_log_probs_of_the_teachers_tokens_are_those_of_the_tokens_t
 
 
 def test_a_batch_without_an_entropy_term_gives_the_loss_no_entropy(folder: Path):
-    """Its graph over the full vocabulary is not kept."""
+    """The graph of the entropy over the full vocabulary is not kept."""
     seen: list[LossInputs] = []
 
     def record(inputs: LossInputs) -> Loss:
         seen.append(inputs)
         return policy_loss(inputs)
 
-    strategy_of(folder).forward_backward(random_batch([5]), record)
+    make_strategy(folder).forward_backward(random_batch([5]), record)
     assert seen[0].entropy_T is None
     assert seen[0].student_TK is None
 
@@ -296,16 +301,16 @@ def test_only_a_loss_of_pairs_keeps_pairs_in_one_micro_batch(
 
 
 def test_tokens_that_were_not_sampled_have_no_mismatch(folder: Path):
-    """Imitation: the answers come from a file, so there is no behaviour policy."""
+    """In supervised training the completions come from a file, so there is no behaviour policy."""
     batch = random_batch([6])
     batch = replace(batch, versions_N=np.full_like(batch.versions_N, NOT_SAMPLED))
-    report = strategy_of(folder).forward_backward(batch, policy_loss)
+    report = make_strategy(folder).forward_backward(batch, policy_loss)
     assert "mismatch_kl" not in report.sums
     assert report.maxima == {}
 
 
 def test_a_batch_with_an_empty_mask_trains_nothing(folder: Path):
-    strategy = strategy_of(folder)
+    strategy = make_strategy(folder)
     before = fingerprint(strategy.weights())
     batch = random_batch([4, 4])
     empty = replace(batch, loss_mask_N=np.zeros_like(batch.loss_mask_N))
@@ -317,15 +322,15 @@ def test_a_batch_with_an_empty_mask_trains_nothing(folder: Path):
 
 
 def test_masked_tokens_cannot_poison_the_gradient(folder: Path):
-    strategy = strategy_of(folder)
+    strategy = make_strategy(folder)
     batch = random_batch([6, 6])
-    expected = gradient(strategy, batch)
+    expected = compute_gradient(strategy, batch)
     poison = np.where(batch.loss_mask_N, batch.advantages_N, np.nan).astype(np.float32)
-    assert torch.equal(gradient(strategy, replace(batch, advantages_N=poison)), expected)
+    assert torch.equal(compute_gradient(strategy, replace(batch, advantages_N=poison)), expected)
 
 
 def test_a_loss_that_is_not_a_number_is_skipped_and_nothing_is_written(folder: Path):
-    strategy = strategy_of(folder)
+    strategy = make_strategy(folder)
     batch = random_batch([6, 6])
     before = fingerprint(strategy.weights())
     bad = replace(batch, advantages_N=np.full_like(batch.advantages_N, np.nan))
@@ -338,7 +343,7 @@ def test_a_loss_that_is_not_a_number_is_skipped_and_nothing_is_written(folder: P
 
 
 def test_a_step_on_a_positive_advantage_makes_the_tokens_more_likely(folder: Path):
-    strategy = strategy_of(folder)
+    strategy = make_strategy(folder)
     batch = random_batch(LENGTHS)
     batch = replace(batch, advantages_N=np.ones_like(batch.advantages_N))
     before = strategy.logprobs(batch)
@@ -356,7 +361,7 @@ def test_the_schedule_spans_the_runs_optimizer_steps(folder: Path):
         "minibatches": 2,
         "epochs": 2,
     }
-    strategy = strategy_of(folder, run={"steps": 2}, train=train)
+    strategy = make_strategy(folder, run={"steps": 2}, train=train)
     assert strategy.optimizer.total_steps == 8
     assert strategy.optimizer.next_lr == pytest.approx(7.0)
 
@@ -368,30 +373,30 @@ def train_once(strategy: LocalStrategy, seed: int) -> None:
 
 def test_deterministic_training_does_not_depend_on_the_order_of_the_batch(folder: Path):
     batch = random_batch(LENGTHS)
-    prints: set[str] = set()
+    fingerprints: set[str] = set()
     for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 0, 2, 4]):
-        strategy = strategy_of(folder, run={"deterministic": True})
+        strategy = make_strategy(folder, run={"deterministic": True})
         strategy.forward_backward(batch.take(order), policy_loss)
         strategy.step()
-        prints.add(fingerprint(strategy.weights()))
-    assert len(prints) == 1
+        fingerprints.add(fingerprint(strategy.weights()))
+    assert len(fingerprints) == 1
 
 
 def test_deterministic_log_probs_do_not_depend_on_neighbours_or_micro_batches(folder: Path):
     batch = random_batch(LENGTHS)
-    strategy = strategy_of(folder, run={"deterministic": True})
+    strategy = make_strategy(folder, run={"deterministic": True})
     every = strategy.logprobs(batch)
-    tight = strategy_of(
+    split_logprobs = make_strategy(
         folder, run={"deterministic": True}, train={"tokens_per_microbatch": 1}
     ).logprobs(batch)
-    assert np.array_equal(every, tight)
+    assert np.array_equal(every, split_logprobs)
     for b in range(batch.rows):
         own = every[batch.offsets_B1[b] : batch.offsets_B1[b + 1]]
         assert np.array_equal(strategy.logprobs(batch.take([b])), own)
 
 
 def test_saved_state_is_files_without_pickle(folder: Path, tmp_path: Path):
-    strategy = strategy_of(folder)
+    strategy = make_strategy(folder)
     train_once(strategy, 0)
     strategy.save(tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {"learner.safetensors", "learner.json"}
@@ -399,7 +404,7 @@ def test_saved_state_is_files_without_pickle(folder: Path, tmp_path: Path):
 
 
 def test_a_state_cut_short_is_refused(folder: Path, tmp_path: Path):
-    strategy = strategy_of(folder)
+    strategy = make_strategy(folder)
     strategy.save(tmp_path)
     file = tmp_path / "learner.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
@@ -408,7 +413,7 @@ def test_a_state_cut_short_is_refused(folder: Path, tmp_path: Path):
 
 
 def test_loading_restores_the_random_state(folder: Path, tmp_path: Path):
-    strategy = strategy_of(folder)
+    strategy = make_strategy(folder)
     strategy.save(tmp_path)
     expected = torch.rand(3)
     strategy.load(tmp_path)
@@ -418,7 +423,7 @@ def test_loading_restores_the_random_state(folder: Path, tmp_path: Path):
 def test_greedy_tokens_of_an_export_in_transformers_are_those_of_the_learner(
     folder: Path, tmp_path: Path
 ):
-    strategy = strategy_of(folder, train={"optimizer": {"lr": 0.02}})
+    strategy = make_strategy(folder, train={"optimizer": {"lr": 0.02}})
     for seed in range(3):
         train_once(strategy, seed)
     strategy.export(tmp_path / "out")
@@ -428,20 +433,20 @@ def test_greedy_tokens_of_an_export_in_transformers_are_those_of_the_learner(
     generated = plain.generate(prompt_ids, max_new_tokens=12, do_sample=False, eos_token_id=None)[0]
     layout = PackedLayout.of([len(generated)])
     with torch.no_grad():
-        ours = strategy.module(
+        actual = strategy.module(
             input_ids=generated[None],
             position_ids=layout.position_ids_N[None],
             use_cache=False,
             layout=layout,
         ).logits[0]
-    assert ours.argmax(-1)[3:-1].tolist() == generated[4:].tolist()
+    assert actual.argmax(-1)[3:-1].tolist() == generated[4:].tolist()
     assert fingerprint(plain.named_parameters()) == fingerprint(strategy.weights())
 
 
 def test_a_frozen_scorer_gives_log_probs_and_refuses_to_train(folder: Path):
     scorer = LocalStrategy(recipe_of(folder), trainable=False)
     batch = random_batch([5])
-    assert np.array_equal(scorer.logprobs(batch), strategy_of(folder).logprobs(batch))
+    assert np.array_equal(scorer.logprobs(batch), make_strategy(folder).logprobs(batch))
     assert not any(p.requires_grad for p in scorer.module.parameters())
     with pytest.raises(ModelError, match="frozen"):
         scorer.forward_backward(batch, policy_loss)
@@ -451,7 +456,7 @@ def test_a_frozen_scorer_gives_log_probs_and_refuses_to_train(folder: Path):
 
 def test_ids_alone_decide_the_micro_batches_of_a_deterministic_run(folder: Path):
     train = {"tokens_per_microbatch": 15}
-    strategy = strategy_of(folder, run={"deterministic": True}, train=train)
+    strategy = make_strategy(folder, run={"deterministic": True}, train=train)
     batch = random_batch(LENGTHS)
 
     def cut(of: Batch) -> list[list[SampleId]]:

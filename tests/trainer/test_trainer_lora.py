@@ -1,4 +1,5 @@
-"""Adapters: only they learn, the model under them stays, and what is written loads elsewhere."""
+"""LoRA adapters: only they are trained, the base model stays unchanged, exports load in peft and
+transformers."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def test_adapters_have_a_larger_default_learning_rate_than_full_training(
     assert strategy.step().lr == peak
 
 
-def learner(folder: Path, *, steps: int = 0, dtype: str = "auto", **lora: Any) -> LocalStrategy:
+def make_learner(
+    folder: Path, *, steps: int = 0, dtype: str = "auto", **lora: Any
+) -> LocalStrategy:
     train = {"lora": {"rank": 4, "alpha": 8} | lora, "optimizer": {"lr": 1e-2}}
     strategy = LocalStrategy(
         recipe_of(folder, model={"path": str(folder), "dtype": dtype}, train=train)
@@ -64,59 +67,59 @@ def loss(inputs: LossInputs) -> Loss:
     return weighted_loss(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
 
 
-def frozen(folder: Path) -> LocalStrategy:
+def make_frozen(folder: Path) -> LocalStrategy:
     return LocalStrategy(recipe_of(folder), trainable=False)
 
 
-def logits(path: Path, kind: Any = AutoModelForCausalLM) -> torch.Tensor:
+def logits(path: Path, auto_class: Any = AutoModelForCausalLM) -> torch.Tensor:
     with silence_transformers(), torch.no_grad():
-        return kind.from_pretrained(path)(IDS).logits
+        return auto_class.from_pretrained(path)(IDS).logits
 
 
 def test_the_first_policy_is_the_model_itself(folder: Path) -> None:
     batch = random_batch(LENGTHS)
-    assert np.array_equal(learner(folder).logprobs(batch), frozen(folder).logprobs(batch))
+    assert np.array_equal(make_learner(folder).logprobs(batch), make_frozen(folder).logprobs(batch))
 
 
 def test_adapters_follow_from_the_seed_alone(folder: Path) -> None:
     torch.manual_seed(1)
-    first = fingerprint(learner(folder).optimizer.tensors().items())
+    first = fingerprint(make_learner(folder).optimizer.tensors().items())
     torch.manual_seed(2)
-    drawn = torch.rand(())
+    expected_random = torch.rand(())
     torch.manual_seed(2)
-    assert fingerprint(learner(folder).optimizer.tensors().items()) == first
-    assert torch.equal(torch.rand(()), drawn)
+    assert fingerprint(make_learner(folder).optimizer.tensors().items()) == first
+    assert torch.equal(torch.rand(()), expected_random)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_only_adapters_move_and_the_model_is_the_reference(folder: Path, dtype: str) -> None:
-    strategy, batch = learner(folder, dtype=dtype), random_batch(LENGTHS)
+    strategy, batch = make_learner(folder, dtype=dtype), random_batch(LENGTHS)
     assert strategy.adapters is not None
-    base, start = fingerprint(strategy.adapters.base()), strategy.logprobs(batch)
+    base, initial_logprobs = fingerprint(strategy.adapters.base()), strategy.logprobs(batch)
     for seed in range(2):
         step(strategy, seed)
     assert fingerprint(strategy.adapters.base()) == base
     assert all(".lora_" in name for name in strategy.optimizer.parameters)
-    assert np.array_equal(strategy.reference_logprobs(batch), start)
-    assert np.abs(strategy.logprobs(batch) - start).max() > 1e-3
+    assert np.array_equal(strategy.reference_logprobs(batch), initial_logprobs)
+    assert np.abs(strategy.logprobs(batch) - initial_logprobs).max() > 1e-3
 
 
 def test_the_gradient_of_an_adapter_is_that_of_the_sum(folder: Path) -> None:
-    """W + s B A: dA = s B' dW and dB = s dW A', in float64."""
-    strategy = learner(folder, steps=2)
+    """The merged weight is W + s B A, so dA = s B' dW and dB = s dW A'. In float64."""
+    strategy = make_learner(folder, steps=2)
     strategy.export(folder.parent / "sum")
     full = LocalStrategy(recipe_of(folder.parent / "sum"))
-    for one in (strategy, full):
-        one.module.double()
-        widen_norms(one.module)
+    for learner in (strategy, full):
+        learner.module.double()
+        widen_norms(learner.module)
     assert strategy.adapters is not None
     merged = dict(strategy.adapters.merged())
     for name, parameter in full.module.named_parameters():
         parameter.data.copy_(merged[name])
     batch, gradients = random_batch(LENGTHS), {}
-    for one in (strategy, full):
-        one.forward_backward(batch, loss)
-        gradients |= {name: p.grad for name, p in one.optimizer.parameters.items()}
+    for learner in (strategy, full):
+        learner.forward_backward(batch, loss)
+        gradients |= {name: p.grad for name, p in learner.optimizer.parameters.items()}
     scale = strategy.adapters.scale
     assert scale == 2
     for adapter in strategy.adapters.live_adapters():
@@ -132,7 +135,7 @@ def test_the_gradient_of_an_adapter_is_that_of_the_sum(folder: Path) -> None:
 def test_a_merged_export_is_a_plain_folder_with_the_same_logits(
     folder: Path, tmp_path: Path
 ) -> None:
-    strategy = learner(folder, steps=2)
+    strategy = make_learner(folder, steps=2)
     strategy.export(tmp_path)
     with silence_transformers():
         plain = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -143,7 +146,7 @@ def test_a_merged_export_is_a_plain_folder_with_the_same_logits(
 def test_peft_loads_an_adapter_export_and_gives_the_logits_of_the_merged_one(
     folder: Path, tmp_path: Path
 ) -> None:
-    strategy = learner(folder, steps=2, targets=["q_proj", "v_proj", "down_proj"])
+    strategy = make_learner(folder, steps=2, targets=["q_proj", "v_proj", "down_proj"])
     strategy.export(tmp_path / "merged")
     strategy.export_adapter(tmp_path / "adapter")
     assert not list((tmp_path / "adapter").glob("model*"))
@@ -153,19 +156,19 @@ def test_peft_loads_an_adapter_export_and_gives_the_logits_of_the_merged_one(
 
 
 def test_the_learner_computes_what_its_export_does(folder: Path, tmp_path: Path) -> None:
-    strategy, batch = learner(folder, steps=2), random_batch(LENGTHS)
+    strategy, batch = make_learner(folder, steps=2), random_batch(LENGTHS)
     strategy.export(tmp_path)
     np.testing.assert_allclose(
-        frozen(tmp_path).logprobs(batch), strategy.logprobs(batch), rtol=0, atol=1e-5
+        make_frozen(tmp_path).logprobs(batch), strategy.logprobs(batch), rtol=0, atol=1e-5
     )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_restored_learner_continues_bit_for_bit(folder: Path, tmp_path: Path, dtype: str) -> None:
-    first = learner(folder, steps=2, dtype=dtype, dropout=0.1)
+    first = make_learner(folder, steps=2, dtype=dtype, dropout=0.1)
     first.save(tmp_path)
     step(first, 2)
-    second = learner(folder, steps=1, dtype=dtype, dropout=0.1)
+    second = make_learner(folder, steps=1, dtype=dtype, dropout=0.1)
     second.load(tmp_path)
     step(second, 2)
     assert fingerprint(second.weights()) == fingerprint(first.weights())
@@ -174,13 +177,13 @@ def test_a_restored_learner_continues_bit_for_bit(folder: Path, tmp_path: Path, 
 
 
 def test_adapters_of_another_rank_are_not_taken_over(folder: Path, tmp_path: Path) -> None:
-    learner(folder, steps=1).save(tmp_path)
+    make_learner(folder, steps=1).save(tmp_path)
     with pytest.raises(CheckpointError, match="lora_A"):
-        learner(folder, rank=8).load(tmp_path)
+        make_learner(folder, rank=8).load(tmp_path)
 
 
 def test_a_gradient_sees_dropout_and_a_score_does_not(folder: Path) -> None:
-    strategy, batch = learner(folder, steps=2, dropout=0.5), random_batch(LENGTHS)
+    strategy, batch = make_learner(folder, steps=2, dropout=0.5), random_batch(LENGTHS)
     assert np.array_equal(strategy.logprobs(batch), strategy.logprobs(batch))
     actual = [strategy.forward_backward(batch, loss).sums["entropy"] for _ in range(2)]
     assert actual[0] != actual[1]
@@ -189,7 +192,7 @@ def test_a_gradient_sees_dropout_and_a_score_does_not(folder: Path) -> None:
 @pytest.mark.parametrize("targets", [["quary_proj"], ["lm_head"], ["embed_tokens"]])
 def test_layers_that_cannot_have_an_adapter_are_refused(folder: Path, targets: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"train\.lora\.targets"):
-        learner(folder, targets=targets)
+        make_learner(folder, targets=targets)
 
 
 def test_without_adapters_there_is_neither_a_reference_nor_an_adapter_to_write(

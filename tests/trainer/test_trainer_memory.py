@@ -1,4 +1,4 @@
-"""Memory that sleeps: it is free meanwhile, every bit comes back, what stays keeps its address."""
+"""Offloaded tensors free their memory and are restored bit for bit; kept tensors do not move."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_host_memory_is_kept_from_one_sleep_to_the_next() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_sleep_with_the_rest_and_the_step_is_the_same(tmp_path: Path, dtype: str) -> None:
-    """The body sleeps on a GPU only, so its tensors are parked here by hand."""
+    """`sleep` offloads on a GPU only, so the test offloads the tensors itself."""
     folder = save_tiny(tmp_path, hidden=16, layers=1)
     batch, actual = random_batch([5, 9]), []
     for sleeps in (False, True):
@@ -77,9 +77,9 @@ def test_gradients_sleep_with_the_rest_and_the_step_is_the_same(tmp_path: Path, 
 
 
 def test_a_meter_counts_what_was_held_since_it_began() -> None:
-    gc.collect()  # What is freed meanwhile would hide what is taken.
+    gc.collect()  # Memory freed during the measurement would hide the allocation.
     meter = Meter()
-    held = np.ones(256 << 20, np.uint8)
-    assert meter.peak() >= 0.9 * held.nbytes
-    del held
+    allocation = np.ones(256 << 20, np.uint8)
+    assert meter.peak() >= 0.9 * allocation.nbytes
+    del allocation
     assert Meter().peak() < 32 << 20

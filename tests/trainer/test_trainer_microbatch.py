@@ -1,4 +1,4 @@
-"""How a batch is cut, which of its tokens count, and which are computed once."""
+"""How a batch is split into micro-batches, and which of its tokens are trained or computed once."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SHARED = {
     "a first answer that does not count": ("0 pqaB", "0 pqAB"),
     "a sample without counted tokens": ("0 pq", "0 pqA"),
 }
-"""Samples with their group; capitals count. "a" and "A" are one token."""
+"""Samples as "GROUP TOKENS". Capitals are trained tokens; "a" and "A" are the same token id."""
 
 COMPUTED = {
     "tails of different lengths": 3 + 7,
@@ -67,7 +67,7 @@ COMPUTED = {
 }
 
 
-def batch_of(samples: Sequence[str]) -> Batch:
+def make_batch(samples: Sequence[str]) -> Batch:
     groups, letters = zip(*(sample.split() for sample in samples), strict=True)
     text = "".join(letters)
     return replace(
@@ -93,15 +93,15 @@ def test_no_samples_make_no_parts():
 @given(st.lists(st.integers(1, 30), max_size=20), st.integers(1, 40), st.booleans())
 def test_every_sample_is_in_one_part_that_fits(lengths: list[int], tokens: int, keep: bool):
     parts = plan_microbatches(lengths, tokens=tokens, keep_order=keep)
-    assert sorted(place for part in parts for place in part) == list(range(len(lengths)))
+    assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
     for part in parts:
-        assert len(part) == 1 or sum(lengths[place] for place in part) <= tokens
+        assert len(part) == 1 or sum(lengths[index] for index in part) <= tokens
 
 
 def test_a_first_token_never_counts_even_if_its_mask_is_true():
     batch = replace(random_batch([3, 2]), loss_mask_N=np.array([1, 0, 1, 1, 1], bool))
-    places, samples = trained_tokens(batch)
-    assert places.tolist() == [2, 4]
+    indices, samples = trained_tokens(batch)
+    assert indices.tolist() == [2, 4]
     assert samples.tolist() == [0, 1]
 
 
@@ -149,8 +149,10 @@ def model() -> torch.nn.Module:
     return packed.requires_grad_()
 
 
-def outcome(model: Any, packed: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Log-probs of the counted tokens, and the gradients of a sum with a weight for each."""
+def run_forward_backward(
+    model: Any, packed: PackedBatch
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Returns the log-probs of the trained tokens, and the gradients of their weighted sum."""
     model.zero_grad()
     hidden_ND = model.base_model(
         input_ids=packed.token_ids_N[None],
@@ -171,7 +173,7 @@ def outcome(model: Any, packed: PackedBatch) -> tuple[torch.Tensor, dict[str, to
 
 @pytest.mark.parametrize("case", SHARED)
 def test_a_shared_prefix_changes_no_log_prob_and_no_gradient(case: str, model: torch.nn.Module):
-    batch = batch_of(SHARED[case])
+    batch = make_batch(SHARED[case])
     full = pack(batch, device="cpu", deterministic=False)
     shared = pack(batch, device="cpu", deterministic=False, share_prefix=True)
     assert sum(shared.layout.lengths) == len(shared.token_ids_N) == COMPUTED[case]
@@ -179,15 +181,15 @@ def test_a_shared_prefix_changes_no_log_prob_and_no_gradient(case: str, model: t
     for name in ("targets_T", "temperature_T", "sequence_T"):
         assert torch.equal(getattr(shared, name), getattr(full, name)), name
 
-    expected_T, gradients = outcome(model, full)
-    logprobs_T, own = outcome(model, shared)
+    expected_T, gradients = run_forward_backward(model, full)
+    logprobs_T, own = run_forward_backward(model, shared)
     torch.testing.assert_close(logprobs_T, expected_T, rtol=1e-10, atol=0)
     for name, expected in gradients.items():
         assert (own[name] - expected).norm() <= 1e-10 * expected.norm(), name
 
 
 def test_the_last_shared_row_predicts_the_first_own_token_of_every_sample():
-    batch = batch_of(["0 pqrA", "0 pqrBC"])
+    batch = make_batch(["0 pqrA", "0 pqrBC"])
     packed = pack(batch, device="cpu", deterministic=False, share_prefix=True)
     assert packed.layout.lengths == (3, 1, 2)
     assert packed.rows_T.tolist() == [2, 2, 4]
@@ -195,7 +197,7 @@ def test_the_last_shared_row_predicts_the_first_own_token_of_every_sample():
 
 
 def test_a_deterministic_pack_shares_nothing():
-    batch = batch_of(["0 pqA", "0 pqB"])
+    batch = make_batch(["0 pqA", "0 pqB"])
     packed = pack(batch, device="cpu", deterministic=True, share_prefix=True)
     assert packed.layout.lengths == (3, 3, 26)
     assert packed.rows_T.tolist() == [1, 4]
@@ -203,7 +205,7 @@ def test_a_deterministic_pack_shares_nothing():
 
 
 def test_shared_tokens_count_once_against_the_size_of_a_part():
-    batch = batch_of(["0 pqrA", "0 pqrB", "0 pqrC"])
+    batch = make_batch(["0 pqrA", "0 pqrB", "0 pqrC"])
     assert microbatches(batch, tokens=6, by_uid=False, share_prefix=True) == [[0, 1, 2]]
     assert microbatches(batch, tokens=6, by_uid=False) == [[0], [1], [2]]
 
@@ -215,17 +217,17 @@ def test_groups_stay_together_and_fill_the_parts_largest_first():
 
 
 def test_kept_groups_are_never_split_however_large():
-    batch = batch_of(["0 pqA", "1 rsB", "0 pqCDE", "1 rC"])
-    cut = [[0, 2], [1, 3]]
+    batch = make_batch(["0 pqA", "1 rsB", "0 pqCDE", "1 rC"])
+    expected_parts = [[0, 2], [1, 3]]
     for tokens in (1, 5, 8):
         for by_uid in (False, True):
             actual = microbatches(batch, tokens=tokens, by_uid=by_uid, keep_groups=True)
-            assert sorted(map(sorted, actual)) == cut, (tokens, by_uid)
+            assert sorted(map(sorted, actual)) == expected_parts, (tokens, by_uid)
     assert microbatches(batch, tokens=13, by_uid=False, keep_groups=True) == [[0, 2, 1, 3]]
 
 
 def test_kept_groups_count_what_they_share_once():
-    batch = batch_of(["0 pqrA", "0 pqrB", "1 stC", "1 stD"])
+    batch = make_batch(["0 pqrA", "0 pqrB", "1 stC", "1 stD"])
     actual = microbatches(batch, tokens=9, by_uid=False, share_prefix=True, keep_groups=True)
     assert actual == [[0, 1, 2, 3]]
     actual = microbatches(batch, tokens=8, by_uid=False, share_prefix=True, keep_groups=True)
@@ -241,11 +243,11 @@ def test_a_group_larger_than_a_part_is_split_and_its_prefix_counts_in_each_piece
 def test_every_sample_is_in_one_part_that_fits_with_shared_tokens_once(
     samples: list[tuple[int, int]], tokens: int
 ):
-    """The first is a sample's group, and as many tokens are shared in it."""
+    """A sample is (group, own tokens); the samples of group g share g tokens."""
     groups, shared = [group for group, _ in samples], [group for group, _ in samples]
     lengths = [group + own for group, own in samples]
     parts = plan_shared_microbatches(lengths, groups=groups, shared=shared, tokens=tokens)
-    assert sorted(place for part in parts for place in part) == list(range(len(samples)))
+    assert sorted(index for part in parts for index in part) == list(range(len(samples)))
     for part in parts:
         size = sum(samples[b][1] for b in part) + sum({groups[b] for b in part})
         assert len(part) == 1 or size <= tokens
@@ -253,7 +255,7 @@ def test_every_sample_is_in_one_part_that_fits_with_shared_tokens_once(
 
 def test_the_setting_decides_whether_a_strategy_shares(tmp_path: Path):
     folder = save_tiny(tmp_path, hidden=16)
-    batch = batch_of(["0 pqrA", "0 pqrBC", "1 stD", "1 stE"])
+    batch = make_batch(["0 pqrA", "0 pqrBC", "1 stD", "1 stE"])
     results: list[np.ndarray[Any, Any]] = []
     for share, computed in [(True, 6 + 4), (False, 9 + 6)]:
         recipe = recipe_of(folder, train={"share_prefix": share})
@@ -265,9 +267,9 @@ def test_the_setting_decides_whether_a_strategy_shares(tmp_path: Path):
 
 
 def test_no_split_of_a_batch_with_shared_prefixes_changes_its_gradient(tmp_path: Path):
-    """Invariant 3, in float64: one batch, a group split in two, and every sample alone."""
+    """In float64: one micro-batch, a group split in two, and every sample alone."""
     folder = save_tiny(tmp_path, hidden=16)
-    batch = batch_of(["0 pqrA", "0 pqrBC", "1 stD", "1 stxyEF", "0 pqrGH"])
+    batch = make_batch(["0 pqrA", "0 pqrBC", "1 stD", "1 stxyEF", "0 pqrGH"])
     gradients: list[torch.Tensor] = []
     for share, tokens, parts in [(False, 100, 1), (True, 100, 1), (True, 6, 4), (True, 1, 5)]:
         train = {"share_prefix": share, "tokens_per_microbatch": tokens}

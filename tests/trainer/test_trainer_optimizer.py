@@ -1,4 +1,4 @@
-"""AdamW over masters: torch's numbers, no lost updates, nothing written on a bad gradient."""
+"""AdamW over master weights: torch's results, no lost updates, no step on a non-finite gradient."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollick.errors import CheckpointError
 from rollick.trainer.optimizer import MasterAdamW, learning_rate
 
 
-def optimizer_of(
+def make_optimizer(
     named: dict[str, nn.Parameter],
     *,
     schedule: ScheduleConfig | None = None,
@@ -30,43 +30,48 @@ def optimizer_of(
 
 
 def test_the_schedules_by_hand():
-    def table(**schedule: object) -> list[float]:
+    def list_rates(**schedule: object) -> list[float]:
         options = ScheduleConfig.model_validate(schedule)
         return [
             pytest.approx(learning_rate(s, peak=8.0, schedule=options, total=6))
             for s in range(1, 8)
         ]
 
-    assert table() == [8, 8, 8, 8, 8, 8, 8]
-    assert table(warmup_steps=4) == [2, 4, 6, 8, 8, 8, 8]
-    assert table(shape="linear", warmup_steps=2) == [4, 8, 6, 4, 2, 0, 0]
-    assert table(shape="linear", warmup_steps=2, final=0.5) == [4, 8, 7, 6, 5, 4, 4]
-    assert table(shape="cosine", warmup_steps=4, final=0.25) == [2, 4, 6, 8, 5, 2, 2]
+    assert list_rates() == [8, 8, 8, 8, 8, 8, 8]
+    assert list_rates(warmup_steps=4) == [2, 4, 6, 8, 8, 8, 8]
+    assert list_rates(shape="linear", warmup_steps=2) == [4, 8, 6, 4, 2, 0, 0]
+    assert list_rates(shape="linear", warmup_steps=2, final=0.5) == [4, 8, 7, 6, 5, 4, 4]
+    assert list_rates(shape="cosine", warmup_steps=4, final=0.25) == [2, 4, 6, 8, 5, 2, 2]
 
 
 def test_float32_parameters_move_as_with_torchs_adamw():
     torch.manual_seed(0)
     matrix, vector = torch.randn(3, 4), torch.randn(4)
-    ours = {"m": nn.Parameter(matrix.clone()), "v": nn.Parameter(vector.clone())}
-    theirs = [nn.Parameter(matrix.clone()), nn.Parameter(vector.clone())]
-    optimizer = optimizer_of(ours, weight_decay=0.3, grad_clip=1.5)
+    parameters = {"m": nn.Parameter(matrix.clone()), "v": nn.Parameter(vector.clone())}
+    torch_parameters = [nn.Parameter(matrix.clone()), nn.Parameter(vector.clone())]
+    optimizer = make_optimizer(parameters, weight_decay=0.3, grad_clip=1.5)
     reference = torch.optim.AdamW(
-        [{"params": theirs[:1], "weight_decay": 0.3}, {"params": theirs[1:], "weight_decay": 0.0}],
+        [
+            {"params": torch_parameters[:1], "weight_decay": 0.3},
+            {"params": torch_parameters[1:], "weight_decay": 0.0},
+        ],
         lr=0.1,
     )
     for _ in range(5):
         gradients = [torch.randn(3, 4), torch.randn(4)]
-        for mine, yours, gradient in zip(ours.values(), theirs, gradients, strict=True):
-            mine.grad, yours.grad = gradient.clone(), gradient.clone()
-        norm = nn.utils.clip_grad_norm_(theirs, 1.5)
+        for own_parameter, torch_parameter, gradient in zip(
+            parameters.values(), torch_parameters, gradients, strict=True
+        ):
+            own_parameter.grad, torch_parameter.grad = gradient.clone(), gradient.clone()
+        norm = nn.utils.clip_grad_norm_(torch_parameters, 1.5)
         reference.step()
         assert optimizer.step().grad_norm == pytest.approx(norm.item())
-    torch.testing.assert_close(list(ours.values()), theirs)
+    torch.testing.assert_close(list(parameters.values()), torch_parameters)
 
 
 def test_a_float32_parameter_is_its_own_master_and_keeps_its_address():
     parameter = nn.Parameter(torch.ones(2, 2))
-    optimizer = optimizer_of({"p": parameter})
+    optimizer = make_optimizer({"p": parameter})
     address = parameter.data_ptr()
     parameter.grad = torch.ones(2, 2)
     optimizer.step()
@@ -76,19 +81,19 @@ def test_a_float32_parameter_is_its_own_master_and_keeps_its_address():
 
 
 def test_masters_gather_updates_that_bfloat16_alone_would_lose():
-    """Near 1, bfloat16 has steps of 1/256 downwards; an update of 1/2000 is rounded away."""
+    """Just below 1, the spacing of bfloat16 is 1/256, so an update of 1/2000 is rounded away."""
     parameter = nn.Parameter(torch.ones(1, 1, dtype=torch.bfloat16))
     address = parameter.data_ptr()
-    optimizer = optimizer_of({"p": parameter}, lr=1 / 2000)
-    lone = nn.Parameter(torch.ones(1, 1, dtype=torch.bfloat16))
-    alone = torch.optim.AdamW([lone], lr=1 / 2000, weight_decay=0.0)
+    optimizer = make_optimizer({"p": parameter}, lr=1 / 2000)
+    bf16_parameter = nn.Parameter(torch.ones(1, 1, dtype=torch.bfloat16))
+    torch_adamw = torch.optim.AdamW([bf16_parameter], lr=1 / 2000, weight_decay=0.0)
     for _ in range(40):
         parameter.grad = torch.ones_like(parameter)
-        lone.grad = torch.ones_like(lone)
+        bf16_parameter.grad = torch.ones_like(bf16_parameter)
         optimizer.accumulate()
         optimizer.step()
-        alone.step()
-    assert lone.item() == 1.0
+        torch_adamw.step()
+    assert bf16_parameter.item() == 1.0
     assert optimizer.masters["p"].item() == pytest.approx(0.98)
     assert parameter.item() == pytest.approx(0.98, abs=1 / 512)
     assert parameter.data_ptr() == address
@@ -97,7 +102,7 @@ def test_masters_gather_updates_that_bfloat16_alone_would_lose():
 def test_gradients_of_low_precision_parameters_add_up_in_float32():
     """256 + 1 is 256 in bfloat16."""
     parameter = nn.Parameter(torch.zeros(1, 1, dtype=torch.bfloat16))
-    optimizer = optimizer_of({"p": parameter})
+    optimizer = make_optimizer({"p": parameter})
     for gradient in (256.0, 1.0, 1.0):
         parameter.grad = torch.full((1, 1), gradient, dtype=torch.bfloat16)
         optimizer.accumulate()
@@ -110,7 +115,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_does_not_advance_the_
     bad: float,
 ):
     parameter = nn.Parameter(torch.ones(2, 2))
-    optimizer = optimizer_of({"p": parameter}, schedule=ScheduleConfig(warmup_steps=4))
+    optimizer = make_optimizer({"p": parameter}, schedule=ScheduleConfig(warmup_steps=4))
     parameter.grad = torch.ones(2, 2)
     optimizer.step()
     before = {name: value.clone() for name, value in optimizer.tensors().items()}
@@ -129,13 +134,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_does_not_advance_the_
 
 def test_a_step_without_any_gradient_moves_nothing():
     parameter = nn.Parameter(torch.ones(2, 2))
-    report = optimizer_of({"p": parameter}, weight_decay=0.5).step()
+    report = make_optimizer({"p": parameter}, weight_decay=0.5).step()
     assert (report.grad_norm, report.skipped) == (0.0, False)
     assert torch.equal(parameter.data, torch.ones(2, 2))
 
 
 def test_state_of_another_model_is_refused_with_both_shapes():
-    small = optimizer_of({"p": nn.Parameter(torch.ones(2, 2))})
-    large = optimizer_of({"p": nn.Parameter(torch.ones(3, 2))})
+    small = make_optimizer({"p": nn.Parameter(torch.ones(2, 2))})
+    large = make_optimizer({"p": nn.Parameter(torch.ones(3, 2))})
     with pytest.raises(CheckpointError, match=r"master\.p.*3, 2.*2, 2"):
         large.restore(small.tensors(), steps=1)

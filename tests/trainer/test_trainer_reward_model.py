@@ -1,4 +1,4 @@
-"""The reward model: one number for a sample, learned from pairs, in files that others read."""
+"""The reward model: one score per sample, trained on pairs, exported for transformers."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("tiny"), hidden=32)
 
 
-def model_of(folder: Path, **train: Any) -> LocalRewardModel:
+def make_model(folder: Path, **train: Any) -> LocalRewardModel:
     return LocalRewardModel(recipe_of(folder, train={"optimizer": {"lr": 1e-2}} | train))
 
 
-def pairs(count: int = 4, *, seed: int = 0) -> Batch:
-    """Answers of four tokens; the better ones have the token 10 among them."""
+def make_pairs(count: int = 4, *, seed: int = 0) -> Batch:
+    """Pairs of completions of four tokens; the better one contains the token 10."""
     random = np.random.default_rng(seed)
     mask = np.array([False, False, True, True, True, True])
 
-    def answers() -> list[tuple[Any, Any]]:
+    def make_pair() -> list[tuple[Any, Any]]:
         prompt, good, bad = (random.integers(20, 60, n).astype(np.int32) for n in (2, 4, 4))
         good[random.integers(4)] = 10
         return [(np.concatenate([prompt, tokens]), mask) for tokens in (good, bad)]
 
-    examples = [answers() for _ in range(count)]
+    examples = [make_pair() for _ in range(count)]
     return examples_to_batch(examples, aggregation=prompt_mean, max_tokens=8)
 
 
@@ -69,31 +69,33 @@ def test_the_loss_is_the_mean_over_pairs_of_the_chance_of_their_order() -> None:
 
 
 def test_the_score_is_that_of_transformers_at_the_last_token(folder: Path, tmp_path: Path) -> None:
-    model, batch = model_of(folder), random_batch([7, 12, 3, 9])
+    model, batch = make_model(folder), random_batch([7, 12, 3, 9])
     model.export(tmp_path)
     with silence_transformers():
         plain = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     ids = np.split(batch.token_ids_N, batch.offsets_B1[1:-1])
     with torch.no_grad():
-        expected = [plain(torch.as_tensor(one).long()[None]).logits.item() for one in ids]
+        expected = [
+            plain(torch.as_tensor(sample_ids).long()[None]).logits.item() for sample_ids in ids
+        ]
     assert plain.config.num_labels == 1
     np.testing.assert_allclose(model.scores(batch), expected, atol=1e-6)
 
 
 def test_a_model_that_was_written_is_read_with_its_head(folder: Path, tmp_path: Path) -> None:
-    model, batch = model_of(folder), pairs()
+    model, batch = make_model(folder), make_pairs()
     for _ in range(2):
         model.forward_backward(batch, bradley_terry)
         model.step()
     model.export(tmp_path)
-    again = LocalRewardModel(recipe_of(folder), ModelConfig(path=str(tmp_path)), trainable=False)
-    np.testing.assert_allclose(again.scores(batch), model.scores(batch), atol=1e-6)
+    loaded = LocalRewardModel(recipe_of(folder), ModelConfig(path=str(tmp_path)), trainable=False)
+    np.testing.assert_allclose(loaded.scores(batch), model.scores(batch), atol=1e-6)
 
 
 def test_any_split_gives_the_same_gradient(folder: Path) -> None:
-    batch, actual = pairs(6), []
+    batch, actual = make_pairs(6), []
     for tokens in (1, 30, 1000):
-        model = model_of(folder, tokens_per_microbatch=tokens)
+        model = make_model(folder, tokens_per_microbatch=tokens)
         model.module.double()
         widen_norms(model.module)
         model.forward_backward(batch, bradley_terry)
@@ -103,38 +105,38 @@ def test_any_split_gives_the_same_gradient(folder: Path) -> None:
 
 
 def test_it_learns_an_order_that_holds_for_pairs_it_has_not_seen(folder: Path) -> None:
-    model, held_out = model_of(folder), pairs(32, seed=1)
+    model, held_out = make_model(folder), make_pairs(32, seed=1)
     for seed in range(2, 32):
-        model.forward_backward(pairs(16, seed=seed), bradley_terry)
+        model.forward_backward(make_pairs(16, seed=seed), bradley_terry)
         assert not model.step().skipped
     scores_B = model.scores(held_out)
-    right = scores_B[::2] > scores_B[1::2]
-    assert right.mean() > 0.9
+    is_correct = scores_B[::2] > scores_B[1::2]
+    assert is_correct.mean() > 0.9
 
 
 def test_it_continues_from_its_state_bit_for_bit(folder: Path, tmp_path: Path) -> None:
-    first, second = model_of(folder), model_of(folder)
-    first.forward_backward(pairs(), bradley_terry)
+    first, second = make_model(folder), make_model(folder)
+    first.forward_backward(make_pairs(), bradley_terry)
     first.step()
     first.save(tmp_path)
     second.load(tmp_path)
     for model in (first, second):
-        model.forward_backward(pairs(seed=1), bradley_terry)
+        model.forward_backward(make_pairs(seed=1), bradley_terry)
         model.step()
-    of = [fingerprint(model.module.named_parameters()) for model in (first, second)]
-    assert of[0] == of[1]
+    fingerprints = [fingerprint(model.module.named_parameters()) for model in (first, second)]
+    assert fingerprints[0] == fingerprints[1]
 
 
 def test_what_is_no_pair_is_refused(folder: Path) -> None:
-    model, batch = model_of(folder), pairs()
+    model, batch = make_model(folder), make_pairs()
     with pytest.raises(ConfigError, match="does not mark the better answer"):
         model.forward_backward(replace(batch, scores_B=None), bradley_terry)
     with pytest.raises(ConfigError, match="a group has 1 answers"):
         model.forward_backward(batch.take([0, 1, 2]), bradley_terry)
 
 
-def role_of(path: Path) -> AbstractAsyncContextManager[WorkerGroup]:
-    """A worker group with only a reward model, from this folder."""
+def open_role(path: Path) -> AbstractAsyncContextManager[WorkerGroup]:
+    """A worker group with one reward model, which is loaded from `path`."""
     args = (recipe_of(path), ModelConfig(path=str(path)))
     spec = RoleSpec("reward_model", "rollick.workers.scorer:create_reward_model", args)
     devices = DeviceMap({"reward_model": parse_devices("cpu")})
@@ -143,20 +145,20 @@ def role_of(path: Path) -> AbstractAsyncContextManager[WorkerGroup]:
 
 
 async def test_a_role_of_a_run_gives_the_scores(folder: Path, tmp_path: Path) -> None:
-    model, batch = model_of(folder), pairs()
+    model, batch = make_model(folder), make_pairs()
     model.export(tmp_path)
-    async with role_of(tmp_path) as group:
+    async with open_role(tmp_path) as group:
         actual = await RewardModel(group, "reward_model").scores(batch)
     np.testing.assert_allclose(actual, model.scores(batch), atol=1e-6)
 
 
 async def test_a_role_refuses_a_model_without_a_head(folder: Path) -> None:
     with pytest.raises(RollickError, match="no scoring head"):
-        async with role_of(folder):
+        async with open_role(folder):
             pass
 
 
 def test_a_reward_model_that_would_be_wrong_is_refused_at_load(tmp_path: Path):
     folder = save_family("bloom", tmp_path)
     with pytest.raises(ModelError, match="layers do not call our attention"):
-        model_of(folder)
+        make_model(folder)

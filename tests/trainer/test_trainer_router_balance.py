@@ -1,4 +1,4 @@
-"""The log of a mixture's routers, for the loss that balances experts."""
+"""RouterLog: the routing of a mixture of experts, for the load-balancing loss."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ VISION: dict[str, Any] = {
 }
 
 
-def multimodal_mixture(**text: Any) -> Any:
+def make_multimodal_mixture(**text: Any) -> Any:
     with silence_transformers():
         config = Qwen3VLMoeConfig(text_config={**TEXT, **text}, vision_config=VISION)
         return Qwen3VLMoeForConditionalGeneration(config)
 
 
 def test_the_routers_of_a_multimodal_mixture_are_recorded():
-    model = multimodal_mixture()
-    assert getattr(model.config, "num_experts_per_tok", None) is None  # only its text has it
+    model = make_multimodal_mixture()
+    assert getattr(model.config, "num_experts_per_tok", None) is None  # only its text config has it
     log = RouterLog(model)
     with log.recording():
         model.base_model(input_ids=torch.arange(6)[None])
@@ -55,4 +55,4 @@ def test_the_routers_of_a_multimodal_mixture_are_recorded():
 
 def test_a_model_without_experts_is_refused():
     with pytest.raises(ModelError, match="has no experts"):
-        RouterLog(multimodal_mixture(num_experts_per_tok=0))
+        RouterLog(make_multimodal_mixture(num_experts_per_tok=0))

@@ -79,9 +79,9 @@ def test_a_snapshot_that_was_overwritten_or_damaged_is_refused(memory: SnapshotM
 
 
 def test_a_snapshot_whose_controller_has_ended_is_refused():
-    gone = SnapshotRecord("/proc/999999999/fd/3", Fingerprint("0" * 32), 1, 100)
+    lost_record = SnapshotRecord("/proc/999999999/fd/3", Fingerprint("0" * 32), 1, 100)
     with pytest.raises(CheckpointError, match="cannot be read"):
-        read_snapshot(gone)
+        read_snapshot(lost_record)
 
 
 def test_the_memory_outlives_the_process_that_wrote_it(memory: SnapshotMemory):
@@ -93,8 +93,8 @@ def test_the_memory_outlives_the_process_that_wrote_it(memory: SnapshotMemory):
         "print(r.fingerprint, r.bytes)\n"
     )
     command = [sys.executable, "-c", code, memory.path]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    fingerprint, size = done.stdout.split()
+    child = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    fingerprint, size = child.stdout.split()
     record = SnapshotRecord(memory.path, Fingerprint(fingerprint), 5, int(size))
     assert torch.equal(read_snapshot(record).tensors["a"], torch.arange(9.0))
 
@@ -113,13 +113,13 @@ def test_without_room_for_it_a_snapshot_is_an_error_and_not_a_crash(memory: Snap
         "    print(error)\n"
     )
     command = [sys.executable, "-c", code, memory.path]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert "no memory for a snapshot of 0.00 GB" in done.stdout
-    assert "checkpoint.snapshot=false" in done.stdout
+    child = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert "no memory for a snapshot of 0.00 GB" in child.stdout
+    assert "checkpoint.snapshot=false" in child.stdout
 
 
 @contextmanager
-def no_more_files() -> Generator[None]:
+def forbid_open_files() -> Generator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:
@@ -128,7 +128,7 @@ def no_more_files() -> Generator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def calls_that_open_a_state(folder: Path) -> dict[str, Callable[[], object]]:
+def make_open_calls(folder: Path) -> dict[str, Callable[[], object]]:
     memory = SnapshotMemory.create("test")
     state = TrainState(tensors(), 1)
     record = SnapshotWriter().write(memory.path, state)
@@ -145,6 +145,6 @@ def calls_that_open_a_state(folder: Path) -> dict[str, Callable[[], object]]:
 
 @pytest.mark.parametrize("call", ["write", "read", "load", "metadata"])
 def test_a_state_that_cannot_be_opened_for_lack_of_files_is_not_damaged(tmp_path: Path, call: str):
-    open_state = calls_that_open_a_state(tmp_path)[call]
-    with pytest.raises(OpenFilesExhausted), no_more_files():
+    open_state = make_open_calls(tmp_path)[call]
+    with pytest.raises(OpenFilesExhausted), forbid_open_files():
         open_state()

@@ -28,10 +28,10 @@ from rollick.trainer.strategy import TrainState
 
 LENGTHS = [7, 12, 7, 3, 9, 12, 5]
 
-RanksOf = Callable[[int], Ranks]
+RanksFactory = Callable[[int], Ranks]
 
 
-def loss_of(inputs: LossInputs) -> Loss:
+def policy_loss(inputs: LossInputs) -> Loss:
     return weighted_loss(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
 
 
@@ -41,19 +41,19 @@ def make_recipe(folder: Path, **parallel: int) -> Recipe:
 
 
 def train(recipe: Recipe, states: Sequence[TrainState], seed: int) -> tuple[TrainState, float]:
-    """Restore the states, take one step; the new state, and the loss of another batch."""
+    """Restore the states and take one step. Returns the new state and the loss of another batch."""
     strategy = FsdpStrategy(recipe)
     if states:
         strategy.restore_all(states)
-    strategy.forward_backward(own_part(strategy, random_batch(LENGTHS, seed=seed))[0], loss_of)
+    strategy.forward_backward(own_part(strategy, random_batch(LENGTHS, seed=seed))[0], policy_loss)
     assert not strategy.step().skipped
     other, _ = own_part(strategy, random_batch(LENGTHS, seed=99))
-    loss = strategy.forward_backward(other, loss_of).loss
+    loss = strategy.forward_backward(other, policy_loss).loss
     strategy.sharded_optimizer.drop_gradients()
-    return through_memory(strategy.state()), loss
+    return copy_through_snapshot(strategy.state()), loss
 
 
-def through_memory(state: TrainState) -> TrainState:
+def copy_through_snapshot(state: TrainState) -> TrainState:
     """The state as a new process reads it from a snapshot."""
     memory = SnapshotMemory.create("test")
     record: SnapshotRecord = SnapshotWriter().write(memory.path, state)
@@ -69,14 +69,14 @@ def through_memory(state: TrainState) -> TrainState:
     ids=str,
 )
 def test_one_rank_continues_from_the_snapshots_of_two(
-    ranks: RanksOf, tmp_path: Path, parallel: Any
+    ranks: RanksFactory, tmp_path: Path, parallel: Any
 ) -> None:
     folder = save_tiny(tmp_path / "tiny", hidden=64, heads=8, kv_heads=4)
     local, expected = LocalStrategy(make_recipe(folder)), list[float]()
     for seed in range(2):
-        local.forward_backward(random_batch(LENGTHS, seed=seed), loss_of)
+        local.forward_backward(random_batch(LENGTHS, seed=seed), policy_loss)
         local.step()
-        expected.append(local.forward_backward(random_batch(LENGTHS, seed=99), loss_of).loss)
+        expected.append(local.forward_backward(random_batch(LENGTHS, seed=99), policy_loss).loss)
         local.optimizer.drop_gradients()
     first = ranks(2).run(train, make_recipe(folder, **parallel), [], 0)
     [(state, loss)] = ranks(1).run(train, make_recipe(folder), [each[0] for each in first], 1)
@@ -85,12 +85,12 @@ def test_one_rank_continues_from_the_snapshots_of_two(
 
 
 def train_and_save(recipe: Recipe, path: Path) -> TrainState:
-    """Take one step, save; the state."""
+    """Take one step and save. Returns the state."""
     strategy = FsdpStrategy(recipe)
-    strategy.forward_backward(own_part(strategy, random_batch(LENGTHS, seed=0))[0], loss_of)
+    strategy.forward_backward(own_part(strategy, random_batch(LENGTHS, seed=0))[0], policy_loss)
     strategy.step()
     strategy.save(path)
-    return through_memory(strategy.state())
+    return copy_through_snapshot(strategy.state())
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -105,7 +105,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("parallel", [{"data": 2}, {"tensor": 2}, {"expert": 2}], ids=str)
 def test_files_written_from_the_snapshots_of_all_ranks_are_those_that_the_ranks_write(
-    ranks: RanksOf, tmp_path: Path, parallel: Any
+    ranks: RanksFactory, tmp_path: Path, parallel: Any
 ) -> None:
     save = save_tiny_mixture if "expert" in parallel else save_tiny
     folder = save(tmp_path / "tiny", hidden=64, heads=8, kv_heads=4)
@@ -121,19 +121,19 @@ def test_files_written_from_the_snapshots_of_all_ranks_are_those_that_the_ranks_
 
 
 def sleep_and_write(recipe: Recipe) -> tuple[TrainState, TrainState, bool]:
-    """The states before and during a sleep, and whether the strategy still sleeps afterwards."""
+    """Returns the states before and during a sleep, and whether the strategy still sleeps."""
     strategy = FsdpStrategy(recipe)
-    strategy.forward_backward(own_part(strategy, random_batch(LENGTHS, seed=0))[0], loss_of)
+    strategy.forward_backward(own_part(strategy, random_batch(LENGTHS, seed=0))[0], policy_loss)
     strategy.step()
     awake = strategy.state()
     copied = {name: tensor.clone() for name, tensor in awake.tensors.items()}
     # As `sleep` does on a GPU.
     strategy._offloaded.move_to_host(strategy.optimizer.tensors())
-    asleep = through_memory(strategy.state())
+    asleep = copy_through_snapshot(strategy.state())
     return TrainState(copied, awake.steps, awake.shards), asleep, bool(strategy._offloaded)
 
 
-def test_a_snapshot_does_not_wake_a_sleeping_learner(ranks: RanksOf, tmp_path: Path) -> None:
+def test_a_snapshot_does_not_wake_a_sleeping_learner(ranks: RanksFactory, tmp_path: Path) -> None:
     recipe = make_recipe(save_tiny(tmp_path / "tiny"))
     [(awake, asleep, still_sleeps)] = ranks(1).run(sleep_and_write, recipe)
     assert still_sleeps

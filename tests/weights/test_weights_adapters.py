@@ -1,4 +1,4 @@
-"""Publishing adapters: only they travel, and the engine's weights are then the learner's sums."""
+"""Publishes of adapters: only the adapters are sent, and the engine merges them exactly."""
 
 from __future__ import annotations
 
@@ -56,55 +56,57 @@ def loss(inputs: LossInputs) -> Loss:
     return weighted_loss(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
 
 
-class Parts:
-    """The live roles of a group that is in this process."""
+class LiveRoles:
+    """The workers of a group in this process."""
 
     learner: LearnerWorker
     generator: GeneratorWorker
 
 
-def make_learner(context: HostContext, rank: int, recipe: Recipe, parts: Parts) -> LearnerWorker:
-    parts.learner = LearnerWorker(LocalStrategy(recipe), loss, recipe)
-    return parts.learner
+def make_learner(
+    context: HostContext, rank: int, recipe: Recipe, roles: LiveRoles
+) -> LearnerWorker:
+    roles.learner = LearnerWorker(LocalStrategy(recipe), loss, recipe)
+    return roles.learner
 
 
 def make_generator(
-    context: HostContext, rank: int, recipe: Recipe, parts: Parts
+    context: HostContext, rank: int, recipe: Recipe, roles: LiveRoles
 ) -> GeneratorWorker:
-    parts.generator = generator.create(context, rank, recipe)
-    return parts.generator
+    roles.generator = generator.create(context, rank, recipe)
+    return roles.generator
 
 
 @asynccontextmanager
-async def group_of(
-    recipe: Recipe, parts: Parts, *, other: Recipe | None = None
+async def open_test_group(
+    recipe: Recipe, roles: LiveRoles, *, other: Recipe | None = None
 ) -> AsyncGenerator[tuple[WorkerGroup, Publisher]]:
     specs = [
-        RoleSpec("policy", f"{__name__}:make_learner", (recipe, parts)),
-        RoleSpec("generators", f"{__name__}:make_generator", (other or recipe, parts)),
+        RoleSpec("policy", f"{__name__}:make_learner", (recipe, roles)),
+        RoleSpec("generators", f"{__name__}:make_generator", (other or recipe, roles)),
     ]
     cluster = ClusterConfig(backend="inline", call_timeout_s=60)
     async with open_group(DeviceMap.of(recipe), specs, cluster=cluster, threads=1) as group:
         yield group, Publisher(Roles(group), recipe.weights)
 
 
-def train(parts: Parts, seed: int) -> None:
-    parts.learner.strategy.forward_backward(random_batch(LENGTHS, seed=seed), loss)
-    assert not parts.learner.strategy.step().skipped
+def train(roles: LiveRoles, seed: int) -> None:
+    roles.learner.strategy.forward_backward(random_batch(LENGTHS, seed=seed), loss)
+    assert not roles.learner.strategy.step().skipped
 
 
-def engine_of(parts: Parts) -> NativeEngine:
-    engine = parts.generator.engine
+def get_engine(roles: LiveRoles) -> NativeEngine:
+    engine = roles.generator.engine
     assert isinstance(engine, NativeEngine)
     return engine
 
 
-def held(parts: Parts) -> str:
-    return fingerprint(list(engine_of(parts).module.named_parameters()))
+def fingerprint_engine(roles: LiveRoles) -> str:
+    return fingerprint(list(get_engine(roles).module.named_parameters()))
 
 
-ADAPTER_NUMBERS = 2 * 2 * 4 * (32 + 32)
-"""Layers, targets, rank, rows and columns."""
+ADAPTER_ELEMENTS = 2 * 2 * 4 * (32 + 32)
+"""Layers, targets, and rank, times rows plus columns."""
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -114,63 +116,63 @@ ADAPTER_NUMBERS = 2 * 2 * 4 * (32 + 32)
 async def test_an_engine_adds_the_adapters_and_has_the_learners_summed_weights(
     folder: Path, generators: str, channel: str, dtype: str
 ) -> None:
-    """On the learner's device the engine shares what has no adapter; elsewhere all is its own."""
-    parts = Parts()
+    """On the learner's device, the engine shares the weights without adapters; elsewhere, none."""
+    roles = LiveRoles()
     loaded = recipe(folder, generators=generators, dtype=dtype, channel=channel)
-    async with group_of(loaded, parts) as (_, publisher):
-        begun = held(parts)
-        assert begun == parts.learner.fingerprint()
+    async with open_test_group(loaded, roles) as (_, publisher):
+        initial = fingerprint_engine(roles)
+        assert initial == roles.learner.fingerprint()
         for version in (1, 2):
-            train(parts, version)
-            assert held(parts) != parts.learner.fingerprint()
+            train(roles, version)
+            assert fingerprint_engine(roles) != roles.learner.fingerprint()
             await publisher.publish(PolicyVersion(version))
-            assert held(parts) == parts.learner.fingerprint() != begun
-            assert parts.generator.engine.load().version == version
-        assert publisher.transferred_bytes == ADAPTER_NUMBERS * (4 if dtype == "float32" else 2)
+            assert fingerprint_engine(roles) == roles.learner.fingerprint() != initial
+            assert roles.generator.engine.load().version == version
+        assert publisher.transferred_bytes == ADAPTER_ELEMENTS * (4 if dtype == "float32" else 2)
 
 
 async def test_an_engine_in_the_learners_process_owns_only_the_summed_weights(folder: Path) -> None:
-    parts = Parts()
-    async with group_of(recipe(folder, generators="cpu"), parts) as (_, publisher):
+    roles = LiveRoles()
+    async with open_test_group(recipe(folder, generators="cpu"), roles) as (_, publisher):
         await publisher.publish(PolicyVersion(1))
-        theirs = {
-            p.untyped_storage().data_ptr() for p in parts.learner.strategy.module.parameters()
+        learner_storages = {
+            p.untyped_storage().data_ptr() for p in roles.learner.strategy.module.parameters()
         }
-        own = [
+        engine_only = [
             name
-            for name, p in engine_of(parts).module.named_parameters()
-            if p.untyped_storage().data_ptr() not in theirs
+            for name, p in get_engine(roles).module.named_parameters()
+            if p.untyped_storage().data_ptr() not in learner_storages
         ]
-        assert own == [
+        assert engine_only == [
             f"model.layers.{n}.self_attn.{t}.weight" for n in (0, 1) for t in ("q_proj", "o_proj")
         ]
-        assert Capability.SHARED_WEIGHTS not in parts.generator.engine.capabilities
+        assert Capability.SHARED_WEIGHTS not in roles.generator.engine.capabilities
         with pytest.raises(EngineError, match="the engine shares the learner's parameters"):
-            await parts.generator.engine.update([], PolicyVersion(2))
+            await roles.generator.engine.update([], PolicyVersion(2))
 
 
 async def test_an_engine_of_another_model_gets_full_weights_with_a_warning(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    parts = Parts()
+    roles = LiveRoles()
     loaded = recipe(folder, generators="cpu:1", channel="host")
     other = recipe(save_tiny(tmp_path, hidden=32, seed=5), generators="cpu:1")
-    async with group_of(loaded, parts, other=other) as (_, publisher):
+    async with open_test_group(loaded, roles, other=other) as (_, publisher):
         for version in (1, 2):
-            train(parts, version)
+            train(roles, version)
             with caplog.at_level(logging.WARNING, "rollick"):
                 await publisher.publish(PolicyVersion(version))
-            assert held(parts) == parts.learner.fingerprint()
+            assert fingerprint_engine(roles) == roles.learner.fingerprint()
         assert "sending all weights instead of adapters" in caplog.text
-        assert publisher.transferred_bytes > ADAPTER_NUMBERS * 4
+        assert publisher.transferred_bytes > ADAPTER_ELEMENTS * 4
 
 
 async def test_adapters_that_do_not_fit_change_nothing(folder: Path) -> None:
-    parts = Parts()
-    async with group_of(recipe(folder, generators="cpu:1"), parts) as (_, publisher):
-        train(parts, 0)
+    roles = LiveRoles()
+    async with open_test_group(recipe(folder, generators="cpu:1"), roles) as (_, publisher):
+        train(roles, 0)
         await publisher.publish(PolicyVersion(1))
-        before, engine = held(parts), engine_of(parts)
+        before, engine = fingerprint_engine(roles), get_engine(roles)
         layer = "model.layers.0.self_attn.q_proj"
         good = [
             (f"{layer}.lora_A.weight", torch.ones(4, 32)),
@@ -185,32 +187,32 @@ async def test_adapters_that_do_not_fit_change_nothing(folder: Path) -> None:
             weights = VerifiedWeights(tuple(pairs), "x", base_fingerprint="y", adapter_scale=1.0)
             with pytest.raises(WeightError, match="do not fit the model"):
                 await engine.update(weights, PolicyVersion(2))
-            assert held(parts) == before
+            assert fingerprint_engine(roles) == before
         assert engine.load().version == 1
 
 
 async def test_without_its_adapter_a_weight_is_that_of_the_model_again(folder: Path) -> None:
-    parts = Parts()
-    async with group_of(recipe(folder, generators="cpu:1"), parts) as (_, publisher):
-        begun = held(parts)
-        train(parts, 0)
+    roles = LiveRoles()
+    async with open_test_group(recipe(folder, generators="cpu:1"), roles) as (_, publisher):
+        initial = fingerprint_engine(roles)
+        train(roles, 0)
         await publisher.publish(PolicyVersion(1))
-        assert held(parts) != begun
-        none = VerifiedWeights((), "x", base_fingerprint="y", adapter_scale=1.0)
-        await engine_of(parts).update(none, PolicyVersion(2))
-        assert held(parts) == begun
-        assert engine_of(parts).fingerprint() == begun
+        assert fingerprint_engine(roles) != initial
+        no_adapters = VerifiedWeights((), "x", base_fingerprint="y", adapter_scale=1.0)
+        await get_engine(roles).update(no_adapters, PolicyVersion(2))
+        assert fingerprint_engine(roles) == initial
+        assert get_engine(roles).fingerprint() == initial
 
 
 @pytest.mark.parametrize("part", ["merged", "kept for merging"])
 async def test_a_flipped_byte_is_found_in_merged_weights_and_in_their_base(
     folder: Path, part: str
 ) -> None:
-    parts = Parts()
-    async with group_of(recipe(folder, generators="cpu:1"), parts) as (_, publisher):
-        train(parts, 0)
+    roles = LiveRoles()
+    async with open_test_group(recipe(folder, generators="cpu:1"), roles) as (_, publisher):
+        train(roles, 0)
         await publisher.publish(PolicyVersion(1))
-        engine = engine_of(parts)
+        engine = get_engine(roles)
         await engine.check_weights()
         name, base = next(iter(engine.weights._base.items()))
         weight = (
@@ -231,8 +233,8 @@ def test_a_plan_sends_adapters_only_where_all_of_a_channel_can_add_them() -> Non
     unable, plain = ProcessLocation("m", 2), ProcessLocation("m", 0)
     config = WeightsConfig(changes_only=True)
 
-    def route(learner: ProcessLocation, *places: ProcessLocation) -> tuple[bool, bool]:
-        by_rank = dict(enumerate(places))
+    def route(learner: ProcessLocation, *locations: ProcessLocation) -> tuple[bool, bool]:
+        by_rank = dict(enumerate(locations))
         plan = plan_publish(devices, learner=learner, generators=by_rank, config=config)
         [actual] = plan.routes()
         return actual.adapters_only, actual.send_delta

@@ -1,4 +1,4 @@
-"""Changes: lossless, small where little changed, and never larger than the full weights."""
+"""Deltas: lossless, small if little changed, and never larger than the full weights."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rollick.weights.delta import apply_changes, decode_gaps, encode_changes, en
 
 @settings(max_examples=200, deadline=None)
 @given(st.sets(st.integers(0, 3000), max_size=60))
-def test_places_survive_their_encoding(places: set[int]) -> None:
-    rising = np.array(sorted(places), np.int64)
-    assert decode_gaps(encode_gaps(rising)).tolist() == rising.tolist()
+def test_places_survive_their_encoding(indices: set[int]) -> None:
+    ascending = np.array(sorted(indices), np.int64)
+    assert decode_gaps(encode_gaps(ascending)).tolist() == ascending.tolist()
 
 
 def test_gaps_are_bytes_with_an_escape() -> None:
@@ -26,11 +26,11 @@ def test_gaps_are_bytes_with_an_escape() -> None:
     assert encode_gaps(np.array([256, 767])).tolist() == [255, 1, 255, 255, 0]
 
 
-def changed_copy(tensor: torch.Tensor, share: float) -> torch.Tensor:
+def copy_with_changes(tensor: torch.Tensor, share: float) -> torch.Tensor:
     new = tensor.clone()
     generator = torch.Generator().manual_seed(1)
-    places = torch.rand(tensor.numel(), generator=generator) < share
-    new.view(-1)[places] += 1
+    indices = torch.rand(tensor.numel(), generator=generator) < share
+    new.view(-1)[indices] += 1
     return new
 
 
@@ -38,15 +38,15 @@ def changed_copy(tensor: torch.Tensor, share: float) -> torch.Tensor:
 @pytest.mark.parametrize("share", [0.0, 0.0005, 0.02, 0.9])
 def test_the_extracted_answer_is_the_intended_one(dtype: torch.dtype, share: float) -> None:
     old = torch.randn(300, 101, generator=torch.Generator().manual_seed(0)).to(dtype)
-    new = changed_copy(old, share)
-    held = {"a": old.clone()}
-    apply_changes(encode_changes([("a", new)], {"a": old}), held)
-    assert torch.equal(held["a"], new)
+    new = copy_with_changes(old, share)
+    received = {"a": old.clone()}
+    apply_changes(encode_changes([("a", new)], {"a": old}), received)
+    assert torch.equal(received["a"], new)
 
 
 def test_two_percent_of_bfloat16_take_about_three_percent_of_the_bytes() -> None:
     old = torch.randn(1000, 1000, generator=torch.Generator().manual_seed(0)).bfloat16()
-    sent = encode_changes([("a", changed_copy(old, 0.02))], {"a": old})
+    sent = encode_changes([("a", copy_with_changes(old, 0.02))], {"a": old})
     size = sum(tensor.numel() * tensor.element_size() for _, tensor in sent)
     assert 0.029 < size / (2 * old.numel()) < 0.032
 

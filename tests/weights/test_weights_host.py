@@ -1,4 +1,4 @@
-"""Weights through host memory: exact, verified, and nothing left behind."""
+"""Weights through host memory: exact, verified, and without leaked files."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ TENSORS = {
 
 @pytest.fixture
 def sender() -> Iterator[HostSender]:
-    opened = HostSender()
-    yield opened
-    opened.close()
+    host_sender = HostSender()
+    yield host_sender
+    host_sender.close()
 
 
 def offer(sender: HostSender, version: PolicyVersion = ONE, **changed: float) -> WeightManifest:
@@ -94,9 +94,9 @@ def test_one_wrong_byte_is_detected_and_a_second_offer_is_accepted(
     sender: HostSender, place: int
 ) -> None:
     manifest = offer(sender)
-    where = manifest.layout[place]
+    entry = manifest.layout[place]
     assert sender.offered is not None
-    sender.offered.memory[where.offset + where.size - 1] ^= 1
+    sender.offered.memory[entry.offset + entry.size - 1] ^= 1
     receiver = PublishReceiver()
     with pytest.raises(WeightError, match=r"version 1 arrived with fingerprint .*; sent was"):
         receiver.receive(manifest)
@@ -241,8 +241,8 @@ def test_without_memfd_a_file_is_used_and_removed_when_its_process_is_gone(
 ) -> None:
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr(host.tempfile, "tempdir", str(tmp_path))
-    left = tmp_path / f"{host.PREFIX}{2**22 + 1}-left"
-    left.touch()
+    stale_file = tmp_path / f"{host.PREFIX}{2**22 + 1}-left"
+    stale_file.touch()
     sender = HostSender()
     manifest = offer(sender)
     assert [file.name.split("-")[2] for file in tmp_path.iterdir()] == [str(os.getpid())]
@@ -324,7 +324,7 @@ def test_a_sender_that_is_killed_leaves_no_file_and_engines_as_they_were() -> No
         child.communicate()
     assert torch.equal(dict(weights)["a"], torch.full((70_000,), 1.0))
     new = {file.name for file in set(Path("/dev/shm").iterdir()) - before}
-    # vLLM's folders are those of tests that run at the same time.
+    # Tests that run at the same time create folders for vLLM.
     assert {name for name in new if "rollick" in name and "rollick-vllm-" not in name} == set()
     with pytest.raises(WeightError, match="check that the learner runs"):
         PublishReceiver().receive(manifest)

@@ -1,4 +1,4 @@
-"""Which generator gets its weights how."""
+"""The channel by which each generator gets its weights."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from rollick.weights.plan import ProcessLocation, PublishPlan, Route, plan_publi
 HERE = ProcessLocation("here", 1)
 
 
-def devices(policy: str, generators: str) -> DeviceMap:
+def make_device_map(policy: str, generators: str) -> DeviceMap:
     return DeviceMap({"policy": parse_devices(policy), "generators": parse_devices(generators)})
 
 
 def plan_on_one_machine(device_map: DeviceMap, *, channel: str = "auto") -> PublishPlan:
-    """With one process per device; generators on the policy's device share its parameters."""
+    """One process per device; generators on the policy's device share its parameters."""
     shares = [device_map.shares_weights(r) for r in range(device_map.ranks("generators"))]
     locations = {
         rank: ProcessLocation("", 0 if own else 1 + rank, own) for rank, own in enumerate(shares)
     }
-    return plan(device_map, locations, learner=ProcessLocation("", 0), channel=channel)
+    return make_plan(device_map, locations, learner=ProcessLocation("", 0), channel=channel)
 
 
-def plan(
+def make_plan(
     device_map: DeviceMap,
     generators: dict[int, ProcessLocation],
     *,
@@ -52,7 +52,7 @@ def test_on_one_machine_the_device_map_decides(
     policy: str, generators: str, channels: tuple[str, ...]
 ) -> None:
     channels_by_rank = dict(enumerate(channels))
-    assert plan_on_one_machine(devices(policy, generators)).channels == channels_by_rank
+    assert plan_on_one_machine(make_device_map(policy, generators)).channels == channels_by_rank
 
 
 @pytest.mark.parametrize(
@@ -67,11 +67,11 @@ def test_on_one_machine_the_device_map_decides(
 def test_the_location_of_a_generator_decides_its_channel(
     place: ProcessLocation, channel: str
 ) -> None:
-    assert plan(devices("cpu:0", "cpu:1"), {0: place}).channels == {0: channel}
+    assert make_plan(make_device_map("cpu:0", "cpu:1"), {0: place}).channels == {0: channel}
 
 
 def test_the_recipe_may_choose_and_an_engine_that_shares_still_does() -> None:
-    chosen = plan_on_one_machine(devices("cpu:0", "cpu:0-1"), channel="broadcast")
+    chosen = plan_on_one_machine(make_device_map("cpu:0", "cpu:0-1"), channel="broadcast")
     assert chosen.channels == {0: "shared", 1: "broadcast"}
 
 
@@ -87,14 +87,14 @@ def test_a_channel_that_cannot_work_is_refused(
     channel: str, place: ProcessLocation, why: str
 ) -> None:
     with pytest.raises(ConfigError, match=why):
-        plan(devices("cpu:0", "cpu:1"), {0: place}, channel=channel)
+        make_plan(make_device_map("cpu:0", "cpu:1"), {0: place}, channel=channel)
 
 
 def test_only_generators_with_a_known_location_have_a_channel() -> None:
-    assert plan(devices("cpu:0", "cpu:1-3"), {2: ProcessLocation("here", 4)}).channels == {
-        2: "host"
-    }
-    assert plan(devices("cpu:0", "cpu:1"), {}).channels == {}
+    assert make_plan(
+        make_device_map("cpu:0", "cpu:1-3"), {2: ProcessLocation("here", 4)}
+    ).channels == {2: "host"}
+    assert make_plan(make_device_map("cpu:0", "cpu:1"), {}).channels == {}
 
 
 def test_routes_are_by_channel_and_deltas_go_where_they_save_something() -> None:

@@ -1,4 +1,4 @@
-"""The critic's and the teacher's workers: what of a batch is theirs, and what they report."""
+"""The workers of critic and teacher: the tokens of a batch that they use, and their reports."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TWO_ALGORITHMS = {
 
 
 class FakeCritic:
-    """Keeps the parts it gets, calls the loss on values of 1, and reports one skip of two."""
+    """Records its batches, computes the loss on values of 1, and reports step 1 as skipped."""
 
     def __init__(self) -> None:
         self.parts: list[Batch] = []
@@ -75,31 +75,31 @@ class FakeCritic:
     def wake(self) -> None: ...
 
 
-def judged(batch: Batch, *, returns: float = 0.0) -> Batch:
-    """Old values of 1; returns of that number."""
+def add_value_targets(batch: Batch, *, returns: float = 0.0) -> Batch:
+    """Add old values of 1 and constant returns."""
     ones_N = np.where(batch.loss_mask_N, 1.0, 0.0)
     return replace(batch, values_N=ones_N, returns_N=returns * ones_N)
 
 
-def ppo_recipe(folder: Path, **sections: dict[str, Any]) -> Recipe:
+def make_ppo_recipe(folder: Path, **sections: dict[str, Any]) -> Recipe:
     return recipe_of(folder, algorithm={"preset": "ppo"}, **sections)
 
 
 def test_every_trained_token_counts_the_same_over_the_full_batch(tiny_folder: Path):
-    strategy, batch = FakeCritic(), judged(random_batch([5, 6, 7]))
-    report = CriticWorker(strategy, ppo_recipe(tiny_folder)).train(batch)
+    strategy, batch = FakeCritic(), add_value_targets(random_batch([5, 6, 7]))
+    report = CriticWorker(strategy, make_ppo_recipe(tiny_folder)).train(batch)
     (part,) = strategy.parts
     assert set(part.weights_N[part.loss_mask_N]) == {1 / 12}
     assert not part.weights_N[~part.loss_mask_N].any()
-    # Every value is 1, every return 0: half of the squared distance.
+    # Every value is 1 and every return 0: the loss is half of the squared difference.
     assert strategy.totals == pytest.approx([0.5])
     assert report.train is not None
     assert (report.train.tokens, report.train.means) == (12, {"value": 3 / 12})
 
 
 def test_mini_batches_and_epochs_are_those_of_the_policy(tiny_folder: Path):
-    strategy, batch = FakeCritic(), judged(random_batch([5, 5, 5, 5]))
-    recipe = ppo_recipe(tiny_folder, train={"minibatches": 2, "epochs": 2})
+    strategy, batch = FakeCritic(), add_value_targets(random_batch([5, 5, 5, 5]))
+    recipe = make_ppo_recipe(tiny_folder, train={"minibatches": 2, "epochs": 2})
     report = CriticWorker(strategy, recipe).train(batch)
     assert [part.uids for part in strategy.parts] == [batch.uids[0::2], batch.uids[1::2]] * 2
     assert [part.weights_N.sum() for part in strategy.parts] == pytest.approx([1] * 4)
@@ -109,14 +109,16 @@ def test_mini_batches_and_epochs_are_those_of_the_policy(tiny_folder: Path):
 
 
 def test_a_batch_whose_only_step_was_skipped_changed_nothing(tiny_folder: Path):
-    report = CriticWorker(FakeCritic(), ppo_recipe(tiny_folder)).train(judged(random_batch([5])))
+    report = CriticWorker(FakeCritic(), make_ppo_recipe(tiny_folder)).train(
+        add_value_targets(random_batch([5]))
+    )
     assert not report.changed
 
 
 def test_only_tokens_of_algorithms_with_values_are_learned_from(tiny_folder: Path):
     recipe = recipe_of(tiny_folder, data=TWO_ALGORITHMS)
     assert [algorithm.advantage.name for algorithm in recipe.algorithms] == ["gae", "grpo"]
-    batch = judged(random_batch([5, 6, 7]))
+    batch = add_value_targets(random_batch([5, 6, 7]))
     component_N = np.repeat(np.array([0, 1, 0], np.int8), batch.lengths_B)
     strategy = FakeCritic()
     CriticWorker(strategy, recipe).train(replace(batch, component_N=component_N))
@@ -127,7 +129,7 @@ def test_only_tokens_of_algorithms_with_values_are_learned_from(tiny_folder: Pat
 
 
 def test_a_batch_without_such_tokens_trains_nothing_and_is_no_skip(tiny_folder: Path):
-    batch = judged(random_batch([5, 6]))
+    batch = add_value_targets(random_batch([5, 6]))
     strategy = FakeCritic()
     report = CriticWorker(strategy, recipe_of(tiny_folder, data=TWO_ALGORITHMS)).train(
         replace(batch, component_N=np.ones(batch.tokens, np.int8))
@@ -137,15 +139,15 @@ def test_a_batch_without_such_tokens_trains_nothing_and_is_no_skip(tiny_folder: 
 
 
 def test_a_batch_without_returns_is_refused(tiny_folder: Path):
-    worker = CriticWorker(FakeCritic(), ppo_recipe(tiny_folder))
+    worker = CriticWorker(FakeCritic(), make_ppo_recipe(tiny_folder))
     with pytest.raises(ConfigError, match="old values and returns"):
         worker.train(random_batch([5]))
 
 
 def test_samples_without_a_token_of_theirs_are_left_out():
     batch = random_batch([4, 5])
-    mine_N = batch.loss_mask_N & (np.arange(9) < 4)
-    assert select_value_tokens(batch, mine_N).uids == batch.uids[:1]
+    own_mask_N = batch.loss_mask_N & (np.arange(9) < 4)
+    assert select_value_tokens(batch, own_mask_N).uids == batch.uids[:1]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +170,9 @@ def test_explained_variance_is_one_less_the_share_that_is_left(
 
 
 def test_a_real_critic_learns_its_returns_and_every_metric_is_documented(tiny_folder: Path):
-    recipe = ppo_recipe(tiny_folder, critic={"optimizer": {"lr": 1e-2}}, train={"minibatches": 2})
+    recipe = make_ppo_recipe(
+        tiny_folder, critic={"optimizer": {"lr": 1e-2}}, train={"minibatches": 2}
+    )
     worker = critic_module.create(HERE, 0, recipe)
     batch = random_batch([6, 7, 8, 9])
     returns_N = np.where(batch.loss_mask_N, np.repeat([1.0, -1.0, 0.5, 0.0], batch.lengths_B), 0.0)
@@ -186,7 +190,7 @@ def test_a_real_critic_learns_its_returns_and_every_metric_is_documented(tiny_fo
     assert metrics["critic/mean/return"] == pytest.approx(returns_N.sum() / 22)
 
 
-def teacher_of(policy: Path, teacher: Path, *, top_k: int = 4) -> scorer_module.ScorerWorker:
+def make_teacher(policy: Path, teacher: Path, *, top_k: int = 4) -> scorer_module.ScorerWorker:
     recipe = recipe_of(policy, teacher={"path": str(teacher), "top_k": top_k})
     return scorer_module.create_teacher(HERE, 0, recipe)
 
@@ -196,12 +200,12 @@ def teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("teacher"), seed=3, hidden=32)
 
 
-def dense_logprobs(folder: Path, batch: Batch, b: int, *, tokens: int) -> torch.Tensor:
-    """Log-softmax over the first tokens of the vocabulary, before each token but the first."""
-    plain = AutoModelForCausalLM.from_pretrained(folder).eval()
+def compute_dense_logprobs(folder: Path, batch: Batch, b: int, *, tokens: int) -> torch.Tensor:
+    """Log-softmax over the first `tokens` of the vocabulary, for each position but the first."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = batch.token_ids_N[batch.offsets_B1[b] : batch.offsets_B1[b + 1]]
     with torch.no_grad():
-        logits = plain(torch.as_tensor(ids).long()[None]).logits[0, :-1, :tokens]
+        logits = model(torch.as_tensor(ids).long()[None]).logits[0, :-1, :tokens]
     return (logits / float(batch.temperature_B[b])).log_softmax(-1)
 
 
@@ -209,16 +213,16 @@ def test_a_teacher_gives_log_probs_of_the_tokens_and_of_its_most_likely_ones(
     tiny_folder: Path, teacher_folder: Path
 ):
     batch = random_batch([6, 5])
-    worker = teacher_of(tiny_folder, teacher_folder)
+    worker = make_teacher(tiny_folder, teacher_folder)
     logprobs_N, top = worker.logprobs(batch), worker.top_logprobs(batch)
     assert top.ids_NK.shape == top.logprobs_NK.shape == (11, 4)
     assert not top.logprobs_NK[~batch.loss_mask_N].any()
     for b in range(2):
         cut = slice(batch.offsets_B1[b] + 2, batch.offsets_B1[b + 1])
-        every = dense_logprobs(teacher_folder, batch, b, tokens=10_000)[1:]
-        drawn = every.gather(1, torch.as_tensor(batch.token_ids_N[cut]).long()[:, None])[:, 0]
-        np.testing.assert_allclose(logprobs_N[cut], drawn.numpy(), atol=1e-5)
-        likeliest = every.topk(4)
+        dense = compute_dense_logprobs(teacher_folder, batch, b, tokens=10_000)[1:]
+        sampled = dense.gather(1, torch.as_tensor(batch.token_ids_N[cut]).long()[:, None])[:, 0]
+        np.testing.assert_allclose(logprobs_N[cut], sampled.numpy(), atol=1e-5)
+        likeliest = dense.topk(4)
         assert np.array_equal(top.ids_NK[cut], likeliest.indices.numpy())
         np.testing.assert_allclose(top.logprobs_NK[cut], likeliest.values.numpy(), atol=1e-5)
 
@@ -226,44 +230,44 @@ def test_a_teacher_gives_log_probs_of_the_tokens_and_of_its_most_likely_ones(
 def test_a_teacher_with_other_tokens_is_refused(tiny_folder: Path, tmp_path: Path):
     other = save_tiny(tmp_path, alphabet="ba" + "cdefgh0123456789 ")
     with pytest.raises(ConfigError, match=r"has other tokens than the policy .* differ, such as"):
-        teacher_of(tiny_folder, other)
+        make_teacher(tiny_folder, other)
 
 
-def with_rows(folder: Path, target: Path, rows: int) -> Path:
-    """The same tokenizer over a model whose vocabulary has that many rows."""
+def copy_with_rows(folder: Path, target: Path, rows: int) -> Path:
+    """Copy the tokenizer, with a new model whose vocabulary has this number of rows."""
     shutil.copytree(folder, target)
     tiny_model(rows, hidden=32).save_pretrained(target)
     return target
 
 
-def rows_of(folder: Path) -> int:
+def count_rows(folder: Path) -> int:
     return json.loads((folder / "config.json").read_text())["vocab_size"]
 
 
 def test_a_teacher_with_more_rows_scores_only_the_policys_tokens(
     tiny_folder: Path, teacher_folder: Path, tmp_path: Path
 ):
-    rows = rows_of(tiny_folder)
-    padded = with_rows(teacher_folder, tmp_path / "padded", rows + 7)
+    rows = count_rows(tiny_folder)
+    padded = copy_with_rows(teacher_folder, tmp_path / "padded", rows + 7)
     batch = random_batch([6])
-    worker = teacher_of(tiny_folder, padded, top_k=rows)
-    every = dense_logprobs(padded, batch, 0, tokens=rows)[1:]
+    worker = make_teacher(tiny_folder, padded, top_k=rows)
+    dense = compute_dense_logprobs(padded, batch, 0, tokens=rows)[1:]
     top = worker.top_logprobs(batch)
     assert top.ids_NK.max() == rows - 1
     np.testing.assert_allclose(np.exp(top.logprobs_NK[2:]).sum(-1), 1, atol=1e-5)
-    drawn = every.gather(1, torch.as_tensor(batch.token_ids_N[2:]).long()[:, None])[:, 0]
-    np.testing.assert_allclose(worker.logprobs(batch)[2:], drawn.numpy(), atol=1e-5)
+    sampled = dense.gather(1, torch.as_tensor(batch.token_ids_N[2:]).long()[:, None])[:, 0]
+    np.testing.assert_allclose(worker.logprobs(batch)[2:], sampled.numpy(), atol=1e-5)
     with pytest.raises(ModelError, match=f"the {rows + 1} likeliest tokens of a vocabulary"):
-        teacher_of(tiny_folder, padded, top_k=rows + 1).top_logprobs(batch)
+        make_teacher(tiny_folder, padded, top_k=rows + 1).top_logprobs(batch)
 
 
 def test_a_teacher_with_fewer_rows_is_refused(
     tiny_folder: Path, teacher_folder: Path, tmp_path: Path
 ):
-    rows = rows_of(tiny_folder)
-    cut = with_rows(teacher_folder, tmp_path / "cut", rows - 1)
+    rows = count_rows(tiny_folder)
+    cut = copy_with_rows(teacher_folder, tmp_path / "cut", rows - 1)
     with pytest.raises(ConfigError, match=rf"has {rows} tokens, but the .* has only {rows - 1}"):
-        teacher_of(tiny_folder, cut)
+        make_teacher(tiny_folder, cut)
 
 
 def test_a_recipe_without_a_teacher_cannot_have_one_built(tiny_folder: Path):
@@ -272,5 +276,5 @@ def test_a_recipe_without_a_teacher_cannot_have_one_built(tiny_folder: Path):
 
 
 def test_a_critic_on_a_host_is_the_local_one(tiny_folder: Path):
-    worker = critic_module.create(HERE, 0, ppo_recipe(tiny_folder))
+    worker = critic_module.create(HERE, 0, make_ppo_recipe(tiny_folder))
     assert isinstance(worker.strategy, LocalCritic)

@@ -1,4 +1,4 @@
-"""The controller's end of a generator: few calls, nothing lost, nothing left behind."""
+"""The controller's connection to a generator: few calls, no lost requests, no leaked tasks."""
 
 import asyncio
 import math
@@ -42,7 +42,7 @@ def make_fake(context: HostContext, rank: int, engine: FakeEngine) -> GeneratorW
 
 
 def count_calls(group: WorkerGroup) -> Calls:
-    """The methods that are called on the group from now on, but for the waiting polls."""
+    """Record the methods that are called on the group from now on, except polls."""
     calls: Calls = []
     send: Callable[..., Awaitable[Any]] = group.call
 
@@ -56,7 +56,7 @@ def count_calls(group: WorkerGroup) -> Calls:
 
 
 @asynccontextmanager
-async def remote(engine: FakeEngine) -> AsyncGenerator[tuple[RemoteEngine, Calls]]:
+async def open_remote_engine(engine: FakeEngine) -> AsyncGenerator[tuple[RemoteEngine, Calls]]:
     """A fake engine behind a group in this process, and the calls that it gets."""
     devices = DeviceMap({"generators": parse_devices("cpu")})
     specs = [RoleSpec("generators", f"{__name__}:make_fake", (engine,))]
@@ -67,18 +67,18 @@ async def remote(engine: FakeEngine) -> AsyncGenerator[tuple[RemoteEngine, Calls
         yield generators.engines[0], count_calls(group)
 
 
-async def some_turns(turns: int = 8) -> None:
+async def yield_to_loop(turns: int = 8) -> None:
     for _ in range(turns):
         await asyncio.sleep(0)
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def wait_until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 
-def same(one: Completion, other: Completion) -> bool:
+def are_equal(one: Completion, other: Completion) -> bool:
     pairs = [(one.token_ids, other.token_ids), (one.logprobs, other.logprobs)]
     return one.stop is other.stop and all(np.array_equal(a, b) for a, b in pairs)
 
@@ -94,31 +94,37 @@ async def test_the_tiny_model_generates_the_same_through_the_connection(
             engines = generators.engines
             assert engines[0].load().slots == 4
             calls = count_calls(group)
-            far = await asyncio.gather(*(engines[0].generate(request(n)) for n in range(6)))
+            remote_results = await asyncio.gather(
+                *(engines[0].generate(request(n)) for n in range(6))
+            )
             assert calls == ["submit"]
-            assert engines[0].load().generated_tokens == sum(len(c.token_ids) for c in far)
+            assert engines[0].load().generated_tokens == sum(
+                len(c.token_ids) for c in remote_results
+            )
         worker = group.transport._hosts[0]._running_roles["generators"].role  # type: ignore
-        near = await asyncio.gather(*(worker.engine.generate(request(n)) for n in range(6)))
-    assert [completion.uid.index for completion in far] == list(range(6))
-    assert all(same(a, b) for a, b in zip(far, near, strict=True))
+        local_results = await asyncio.gather(
+            *(worker.engine.generate(request(n)) for n in range(6))
+        )
+    assert [completion.uid.index for completion in remote_results] == list(range(6))
+    assert all(are_equal(a, b) for a, b in zip(remote_results, local_results, strict=True))
 
 
 async def test_requests_of_one_iteration_are_sent_in_one_call() -> None:
-    async with remote(FakeEngine()) as (engine, calls):
+    async with open_remote_engine(FakeEngine()) as (engine, calls):
         await asyncio.gather(*(engine.generate(request(n)) for n in range(50)))
         assert calls == ["submit"]
         assert engine.pending == {}
 
 
 async def test_many_results_come_back_in_few_calls() -> None:
-    async with remote(FakeEngine(slots=100)) as (engine, _):
+    async with open_remote_engine(FakeEngine(slots=100)) as (engine, _):
         polls = 0
-        settle = engine.handle.group.call
+        original_call = engine.handle.group.call
 
         async def call(role: Any, method: str, *args: Any, **options: Any) -> Any:
             nonlocal polls
             polls += method == "poll_results"
-            return await settle(role, method, *args, **options)
+            return await original_call(role, method, *args, **options)
 
         engine.handle.group.call = call  # type: ignore[method-assign]
         await asyncio.gather(*(engine.generate(request(n)) for n in range(100)))
@@ -127,9 +133,9 @@ async def test_many_results_come_back_in_few_calls() -> None:
 
 async def test_a_request_that_was_not_sent_yet_is_aborted_without_a_call() -> None:
     fake = FakeEngine()
-    async with remote(fake) as (engine, calls):
+    async with open_remote_engine(fake) as (engine, calls):
         task = asyncio.create_task(engine.generate(request()))
-        await until(lambda: bool(engine.outbox.requests))
+        await wait_until(lambda: bool(engine.outbox.requests))
         await engine.abort(SampleId(0, 0))
         completion = await task
     assert (completion.stop, len(completion.token_ids)) == (StopReason.ABORTED, 0)
@@ -137,42 +143,42 @@ async def test_a_request_that_was_not_sent_yet_is_aborted_without_a_call() -> No
 
 
 async def test_an_unsent_continuation_keeps_its_tokens_when_it_is_aborted() -> None:
-    begun = Completion(
+    partial = Completion(
         SampleId(0, 0),
         np.array([9], np.int32),
         np.array([-0.5], np.float32),
         np.array([3], np.int32),
         StopReason.ABORTED,
     )
-    async with remote(FakeEngine()) as (engine, _):
-        task = asyncio.create_task(engine.generate(request(continue_from=begun)))
-        await until(lambda: bool(engine.outbox.requests))
+    async with open_remote_engine(FakeEngine()) as (engine, _):
+        task = asyncio.create_task(engine.generate(request(continue_from=partial)))
+        await wait_until(lambda: bool(engine.outbox.requests))
         await engine.abort(SampleId(0, 0))
-        assert same(await task, begun)
+        assert are_equal(await task, partial)
 
 
 @pytest.mark.parametrize("turns", range(12))
 async def test_an_abort_is_never_lost_whenever_it_comes(turns: int) -> None:
-    async with remote(FakeEngine(seconds=math.inf)) as (engine, _):
+    async with open_remote_engine(FakeEngine(seconds=math.inf)) as (engine, _):
         task = asyncio.create_task(engine.generate(request()))
-        await some_turns(1 + turns)
+        await yield_to_loop(1 + turns)
         async with asyncio.timeout(5):
             await engine.abort(SampleId(0, 0))
             assert (await task).stop is StopReason.ABORTED
 
 
 @asynccontextmanager
-async def held_back(group: WorkerGroup, method: str) -> AsyncGenerator[asyncio.Event]:
-    """Calls of the method arrive, or return if it is `poll_results`, only when the event is set.
-    Other calls pass them, as small ones do on Ray."""
+async def delay_calls(group: WorkerGroup, method: str) -> AsyncGenerator[asyncio.Event]:
+    """Delay calls of the method until the event is set; calls of `poll_results` arrive, but their
+    results are delayed. Other calls overtake them, as small ones do on Ray."""
     gate = asyncio.Event()
     send: Callable[..., Awaitable[Any]] = group.call
 
-    async def call(role: Any, called: str, *args: Any, **options: Any) -> Any:
-        if called == method and method != "poll_results":
+    async def call(role: Any, called_method: str, *args: Any, **options: Any) -> Any:
+        if called_method == method and method != "poll_results":
             await gate.wait()
-        result = await send(role, called, *args, **options)
-        if called == method:
+        result = await send(role, called_method, *args, **options)
+        if called_method == method:
             await gate.wait()
         return result
 
@@ -184,51 +190,51 @@ async def held_back(group: WorkerGroup, method: str) -> AsyncGenerator[asyncio.E
 async def test_an_abort_does_not_overtake_the_submit_of_its_request() -> None:
     fake = FakeEngine(seconds=math.inf)
     async with (
-        remote(fake) as (engine, _),
-        held_back(engine.handle.group, "submit") as gate,
+        open_remote_engine(fake) as (engine, _),
+        delay_calls(engine.handle.group, "submit") as gate,
     ):
         tasks = [asyncio.create_task(engine.generate(request(n))) for n in range(3)]
-        await some_turns(20)
+        await yield_to_loop(20)
         aborts = [asyncio.create_task(engine.abort(SampleId(0, n))) for n in range(2)]
         tasks[2].cancel()
-        await some_turns(20)
+        await yield_to_loop(20)
         gate.set()
         assert [(await task).stop for task in tasks[:2]] == 2 * [StopReason.ABORTED]
         await asyncio.gather(*aborts)
         with pytest.raises(asyncio.CancelledError):
             await tasks[2]
-        await until(lambda: not engine.pending and not fake._pending)
+        await wait_until(lambda: not engine.pending and not fake._pending)
 
 
 async def test_a_late_result_does_not_end_a_newer_request_of_the_same_sample() -> None:
     fake = FakeEngine(reply=lambda request: "ab" if request.stream == 0 else "xyz")
     newer = Request(SampleId(0, 0), np.array([8], np.int32), Sampling(max_tokens=8), stream=1)
     async with (
-        remote(fake) as (engine, _),
-        held_back(engine.handle.group, "poll_results") as gate,
+        open_remote_engine(fake) as (engine, _),
+        delay_calls(engine.handle.group, "poll_results") as gate,
     ):
         older = asyncio.create_task(engine.generate(request()))
-        await until(lambda: len(fake.requests) == 1 and not fake._pending)
+        await wait_until(lambda: len(fake.requests) == 1 and not fake._pending)
         older.cancel()
         with pytest.raises(asyncio.CancelledError):
             await older
         task = asyncio.create_task(engine.generate(newer))
-        await until(lambda: len(fake.requests) == 2)
+        await wait_until(lambda: len(fake.requests) == 2)
         gate.set()
         assert (await task).token_ids.tolist() == [ord(letter) for letter in "xyz"]
 
 
-class SlowToAbort(FakeEngine):
+class SlowAbortEngine(FakeEngine):
     async def abort(self, uid: SampleId) -> None:
         asyncio.get_running_loop().call_later(0.02, self._pending[uid].aborted.set)
 
 
 async def test_a_sample_that_is_cancelled_and_resent_waits_for_its_earlier_request() -> None:
-    fake = SlowToAbort(seconds=lambda request: math.inf if request.stream == 0 else 0.0)
+    fake = SlowAbortEngine(seconds=lambda request: math.inf if request.stream == 0 else 0.0)
     newer = Request(SampleId(0, 0), np.array([8], np.int32), Sampling(max_tokens=8), stream=1)
-    async with remote(fake) as (engine, _), asyncio.timeout(10):
+    async with open_remote_engine(fake) as (engine, _), asyncio.timeout(10):
         older = asyncio.create_task(engine.generate(request()))
-        await until(lambda: bool(fake.requests))
+        await wait_until(lambda: bool(fake.requests))
         older.cancel()
         with pytest.raises(asyncio.CancelledError):
             await older
@@ -237,7 +243,7 @@ async def test_a_sample_that_is_cancelled_and_resent_waits_for_its_earlier_reque
 
 
 async def test_an_abort_of_a_finished_request_does_nothing() -> None:
-    async with remote(FakeEngine()) as (engine, _):
+    async with open_remote_engine(FakeEngine()) as (engine, _):
         await engine.generate(request())
         await engine.abort(SampleId(0, 0))
         await engine.generate(request())
@@ -245,9 +251,9 @@ async def test_an_abort_of_a_finished_request_does_nothing() -> None:
 
 async def test_a_cancelled_generate_frees_its_slot_in_the_engine() -> None:
     fake = FakeEngine(seconds=lambda request: math.inf if request.uid.index == 0 else 0.0, slots=1)
-    async with remote(fake) as (engine, _):
+    async with open_remote_engine(fake) as (engine, _):
         task = asyncio.create_task(engine.generate(request(0)))
-        await until(lambda: bool(fake.requests))
+        await wait_until(lambda: bool(fake.requests))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -257,9 +263,9 @@ async def test_a_cancelled_generate_frees_its_slot_in_the_engine() -> None:
 
 
 async def test_one_sample_cannot_be_generated_twice_at_once() -> None:
-    async with remote(FakeEngine(seconds=math.inf)) as (engine, _):
+    async with open_remote_engine(FakeEngine(seconds=math.inf)) as (engine, _):
         task = asyncio.create_task(engine.generate(request()))
-        await some_turns()
+        await yield_to_loop()
         with pytest.raises(EngineError, match=r"g0\.0 is already being generated"):
             await engine.generate(request())
         await engine.abort(SampleId(0, 0))
@@ -268,7 +274,7 @@ async def test_one_sample_cannot_be_generated_twice_at_once() -> None:
 
 async def test_an_error_of_one_request_reaches_that_request_alone() -> None:
     fake = FakeEngine()
-    async with remote(fake) as (engine, _):
+    async with open_remote_engine(fake) as (engine, _):
         fake.fail_with = EngineError("the prompt is empty", fix="give at least one token")
         with pytest.raises(EngineError, match="the prompt is empty"):
             await engine.generate(request())
@@ -278,7 +284,7 @@ async def test_an_error_of_one_request_reaches_that_request_alone() -> None:
 
 async def test_an_error_that_is_not_ours_reaches_the_request_too() -> None:
     fake = FakeEngine()
-    async with remote(fake) as (engine, _):
+    async with open_remote_engine(fake) as (engine, _):
         fake.fail_with = ZeroDivisionError("division by zero")
         with pytest.raises(EngineError, match="ZeroDivisionError: division by zero"):
             await asyncio.wait_for(engine.generate(request()), 5)
@@ -286,14 +292,14 @@ async def test_an_error_that_is_not_ours_reaches_the_request_too() -> None:
 
 async def test_a_broken_connection_fails_pending_and_later_calls_with_the_cause() -> None:
     fake = FakeEngine(seconds=math.inf)
-    async with remote(fake) as (engine, _):
+    async with open_remote_engine(fake) as (engine, _):
         waiting = [asyncio.create_task(engine.generate(request(n))) for n in range(3)]
-        await until(lambda: len(fake.requests) == 3)
+        await wait_until(lambda: len(fake.requests) == 3)
 
-        async def broken(*args: Any, **options: Any) -> Any:
+        async def raise_error(*args: Any, **options: Any) -> Any:
             raise WorkerError("generator 0 died", fix="see its log")
 
-        engine.handle.group.call = broken  # type: ignore[method-assign]
+        engine.handle.group.call = raise_error  # type: ignore[method-assign]
         late = asyncio.create_task(engine.generate(request(3)))
         for task in (*waiting, late):
             with pytest.raises(EngineLost, match="generator 0 is lost: generator 0 died"):
@@ -304,7 +310,7 @@ async def test_a_broken_connection_fails_pending_and_later_calls_with_the_cause(
 
 async def test_a_lost_engine_stays_lost_and_fails_calls_at_once() -> None:
     fake = FakeEngine()
-    async with remote(fake) as (engine, calls):
+    async with open_remote_engine(fake) as (engine, calls):
         assert not engine.lost
         engine.mark_lost(WorkerError("the host is gone", fix="see its log"))
         for method in (engine.generate(request()), engine.abort(SampleId(0, 0))):
@@ -317,9 +323,9 @@ async def test_a_lost_engine_stays_lost_and_fails_calls_at_once() -> None:
 
 async def test_each_waiter_on_a_lost_engine_gets_its_own_error() -> None:
     fake = FakeEngine(seconds=math.inf)
-    async with remote(fake) as (engine, _):
+    async with open_remote_engine(fake) as (engine, _):
         tasks = [asyncio.create_task(engine.generate(request(n))) for n in range(2)]
-        await until(lambda: len(fake.requests) == 2)
+        await wait_until(lambda: len(fake.requests) == 2)
         engine.mark_lost(WorkerError("the host is gone"))
         errors = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(error) for error in errors] == [EngineLost, EngineLost]
@@ -336,7 +342,7 @@ async def test_an_engine_that_does_not_respond_is_lost(
         return EngineDescription(self.engine.capabilities, self.engine.load())
 
     monkeypatch.setattr(GeneratorWorker, "describe", describe)
-    async with remote(FakeEngine()) as (engine, _):
+    async with open_remote_engine(FakeEngine()) as (engine, _):
         await engine.health_check()
         assert not engine.lost
         hangs = True
@@ -348,14 +354,14 @@ async def test_an_engine_that_does_not_respond_is_lost(
 
 async def test_a_cancellation_stays_a_cancellation_when_the_connection_breaks() -> None:
     fake = FakeEngine(seconds=math.inf)
-    async with remote(fake) as (engine, _):
+    async with open_remote_engine(fake) as (engine, _):
         task = asyncio.create_task(engine.generate(request()))
-        await until(lambda: bool(fake.requests))
+        await wait_until(lambda: bool(fake.requests))
 
-        async def broken(*args: Any, **options: Any) -> Any:
+        async def raise_error(*args: Any, **options: Any) -> Any:
             raise WorkerError("generator 0 died")
 
-        engine.handle.group.call = broken  # type: ignore[method-assign]
+        engine.handle.group.call = raise_error  # type: ignore[method-assign]
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -364,9 +370,9 @@ async def test_a_cancellation_stays_a_cancellation_when_the_connection_breaks() 
 async def test_no_task_is_left_behind_when_the_engines_close() -> None:
     before = asyncio.all_tasks()
     fake = FakeEngine(seconds=math.inf)
-    async with remote(fake) as (engine, _):
+    async with open_remote_engine(fake) as (engine, _):
         task = asyncio.create_task(engine.generate(request()))
-        await until(lambda: bool(fake.requests))
+        await wait_until(lambda: bool(fake.requests))
     with pytest.raises(WorkerError, match="closed"):
         await asyncio.wait_for(task, 5)
     assert asyncio.all_tasks() == before
@@ -386,7 +392,7 @@ async def test_a_version_that_was_not_received_cannot_be_committed() -> None:
 
 
 async def test_what_is_committed_is_what_was_verified() -> None:
-    class Careful(FakeEngine):
+    class RecordingEngine(FakeEngine):
         expected: Any = None
 
         async def update(
@@ -395,7 +401,7 @@ async def test_what_is_committed_is_what_was_verified() -> None:
             self.expected = expected
             return await super().update(weights, version, expected, keep_cache=keep_cache)
 
-    engine = Careful()
+    engine = RecordingEngine()
     worker = GeneratorWorker(engine)
     sender = HostSender()
     manifest = sender.offer([("a", torch.ones(3))], PolicyVersion(2), (0,))
@@ -423,14 +429,14 @@ async def test_an_idle_connection_outlives_a_short_call_deadline(
 
 async def test_a_connection_broken_by_a_foreign_error_fails_pending_calls() -> None:
     fake = FakeEngine(seconds=math.inf)
-    async with remote(fake) as (engine, _):
+    async with open_remote_engine(fake) as (engine, _):
         task = asyncio.create_task(engine.generate(request(0)))
-        await until(lambda: bool(fake.requests))
+        await wait_until(lambda: bool(fake.requests))
 
-        async def broken(*args: Any, **options: Any) -> Any:
+        async def raise_error(*args: Any, **options: Any) -> Any:
             raise TypeError("cannot be pickled")
 
-        engine.handle.group.call = broken  # type: ignore[method-assign]
+        engine.handle.group.call = raise_error  # type: ignore[method-assign]
         late = asyncio.create_task(engine.generate(request(1)))
         for waiting in (task, late):
             with pytest.raises(EngineLost, match="TypeError: cannot be pickled"):
@@ -439,9 +445,9 @@ async def test_a_connection_broken_by_a_foreign_error_fails_pending_calls() -> N
 
 async def test_an_engine_that_reports_itself_lost_is_lost_although_its_host_is_alive() -> None:
     fake = FakeEngine(seconds=lambda request: math.inf if request.uid.index else 0.0)
-    async with remote(fake) as (engine, _):
+    async with open_remote_engine(fake) as (engine, _):
         other = asyncio.create_task(engine.generate(request(1)))
-        await until(lambda: bool(fake.requests))
+        await wait_until(lambda: bool(fake.requests))
         fake.fail_with = EngineLost("the fake engine is gone")
         with pytest.raises(EngineLost, match="gone"):
             await asyncio.wait_for(engine.generate(request(0)), 5)
@@ -456,13 +462,13 @@ async def test_an_engine_that_reports_itself_lost_is_lost_although_its_host_is_a
 async def test_an_engine_that_is_lost_over_a_call_is_lost_for_all() -> None:
     fake = FakeEngine(seconds=math.inf)
 
-    async def gone(uid: SampleId) -> None:
+    async def fail_abort(uid: SampleId) -> None:
         raise EngineLost("it does not abort")
 
-    fake.abort = gone  # type: ignore[method-assign]
-    async with remote(fake) as (engine, _):
+    fake.abort = fail_abort  # type: ignore[method-assign]
+    async with open_remote_engine(fake) as (engine, _):
         task = asyncio.create_task(engine.generate(request()))
-        await until(lambda: bool(fake.requests))
+        await wait_until(lambda: bool(fake.requests))
         with pytest.raises(EngineLost, match="does not abort"):
             await engine.abort(SampleId(0, 0))
         assert engine.lost
@@ -472,7 +478,7 @@ async def test_an_engine_that_is_lost_over_a_call_is_lost_for_all() -> None:
             await engine.handle.call_rank(0, GeneratorRole.describe)
 
 
-class Mortal(FakeEngine):
+class CheckedEngine(FakeEngine):
     """An engine with a health check."""
 
     alive = True
@@ -485,8 +491,8 @@ class Mortal(FakeEngine):
 async def test_an_idle_engine_that_is_gone_does_not_respond(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fake = Mortal()
-    async with remote(fake) as (engine, _):
+    fake = CheckedEngine()
+    async with open_remote_engine(fake) as (engine, _):
         await engine.health_check()
         assert not engine.lost
         fake.alive = False
@@ -498,8 +504,8 @@ async def test_an_idle_engine_that_is_gone_is_detected_by_the_next_poll(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(generator, "POLL_TIMEOUT_S", 0.01)
-    fake = Mortal()
-    async with remote(fake) as (engine, _):
+    fake = CheckedEngine()
+    async with open_remote_engine(fake) as (engine, _):
         fake.alive = False
         await asyncio.wait_for(engine.lost_event.wait(), 5)
         assert engine.failure is not None

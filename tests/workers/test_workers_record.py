@@ -10,7 +10,7 @@ from rollick.types import Request, SampleId, Sampling, frozen_array
 from rollick.workers.generator import MAX_RECORDS, GeneratorWorker
 
 
-async def answer(worker: GeneratorWorker, count: int) -> None:
+async def run_requests(worker: GeneratorWorker, count: int) -> None:
     ids = frozen_array([1, 2], np.int32)
     sampling = Sampling(max_tokens=2)
     requests = [Request(SampleId(n, 0), ids, sampling, stream=n) for n in range(count)]
@@ -22,7 +22,7 @@ async def answer(worker: GeneratorWorker, count: int) -> None:
 async def test_completions_are_reported_once_with_the_engines_seconds() -> None:
     worker = GeneratorWorker(FakeEngine())
     worker.record()
-    await answer(worker, 3)
+    await run_requests(worker, 3)
     record = await worker.take_record()
     assert sorted(uid.group for uid, _ in record.answers) == [0, 1, 2]
     assert all(seconds >= 0 for _, seconds in record.answers)
@@ -32,13 +32,13 @@ async def test_completions_are_reported_once_with_the_engines_seconds() -> None:
 async def test_an_engine_that_reports_no_steps_has_none() -> None:
     worker = GeneratorWorker(FakeEngine())
     worker.record()
-    await answer(worker, 1)
+    await run_requests(worker, 1)
     assert (await worker.take_record()).steps == []
 
 
 async def test_nothing_is_recorded_unless_requested() -> None:
     worker = GeneratorWorker(FakeEngine())
-    await answer(worker, 1)
+    await run_requests(worker, 1)
     assert (await worker.take_record()).answers == []
 
 

@@ -34,24 +34,24 @@ def make_ledger(groups, size, staleness=0, *, rule="must_take", surplus=0, **opt
     return Ledger(policy, size, **options)
 
 
-def taken_batch(uids, dropped=(), unfinished=(), deferred=()):
+def make_taken_batch(uids, dropped=(), unfinished=(), deferred=()):
     return TakenBatch(uids, RemovedGroups(dropped, unfinished, deferred))
 
 
-def start(ledger: Ledger, count: int = 1, *, version: int = 0) -> list[int]:
+def start_groups(ledger: Ledger, count: int = 1, *, version: int = 0) -> list[int]:
     return [ledger.start_group(prompt(), PolicyVersion(version)) for _ in range(count)]
 
 
-def fill(ledger: Ledger, *, version: int = 0) -> list[int]:
+def fill_slots(ledger: Ledger, *, version: int = 0) -> list[int]:
     """Start groups for as long as the ledger allows."""
     uids: list[int] = []
     while ledger.may_start():
-        uids += start(ledger, version=version)
+        uids += start_groups(ledger, version=version)
     return uids
 
 
-def run(ledger: Ledger, uid: int) -> None:
-    """All samples of a group from waiting to done; the group is still open."""
+def finish_samples(ledger: Ledger, uid: int) -> None:
+    """Move all samples of a group from WAITING to DONE; the group stays open."""
     for index in range(ledger.group_size):
         sample = SampleId(uid, index)
         ledger.sample_started(sample)
@@ -61,7 +61,7 @@ def run(ledger: Ledger, uid: int) -> None:
 
 def complete(ledger: Ledger, *uids: int) -> None:
     for uid in uids:
-        run(ledger, uid)
+        finish_samples(ledger, uid)
         ledger.complete(uid)
 
 
@@ -75,7 +75,7 @@ def train(ledger: Ledger, uids: list[int], version: int) -> None:
     ledger.published(PolicyVersion(version))
 
 
-def waits(ledger: Ledger, version: int) -> list[int]:
+def list_awaited_groups(ledger: Ledger, version: int) -> list[int]:
     return [uid.group for uid in ledger.awaited_samples(PolicyVersion(version))]
 
 
@@ -85,14 +85,14 @@ def waits(ledger: Ledger, version: int) -> list[int]:
 )
 def test_as_many_groups_are_in_flight_as_the_budget_allows(groups, staleness, places):
     ledger = make_ledger(groups, 2, staleness)
-    assert fill(ledger) == list(range(places))
+    assert fill_slots(ledger) == list(range(places))
     with pytest.raises(LedgerError, match="no slot"):
-        start(ledger)
+        start_groups(ledger)
 
 
 def test_a_complete_group_keeps_its_slot_until_it_is_trained_and_published():
     ledger = make_ledger(2, 1)
-    complete(ledger, *fill(ledger))
+    complete(ledger, *fill_slots(ledger))
     assert not ledger.may_start()
     assert take(ledger, 0) == [0, 1]
     assert not ledger.may_start()
@@ -100,63 +100,63 @@ def test_a_complete_group_keeps_its_slot_until_it_is_trained_and_published():
     assert not ledger.may_start()
     assert ledger.held_until == 1
     ledger.published(PolicyVersion(1))
-    assert fill(ledger, version=1) == [2, 3]
+    assert fill_slots(ledger, version=1) == [2, 3]
 
 
 def test_a_skipped_step_frees_its_slots_immediately():
     ledger = make_ledger(2, 1)
-    complete(ledger, *fill(ledger))
+    complete(ledger, *fill_slots(ledger))
     ledger.trained(take(ledger, 0) or [], PolicyVersion(0))
-    assert fill(ledger) == [2, 3]
+    assert fill_slots(ledger) == [2, 3]
 
 
 def test_without_staleness_the_batch_waits_for_every_group():
     ledger = make_ledger(3, 1)
-    fill(ledger)
+    fill_slots(ledger)
     complete(ledger, 2, 0)
     assert take(ledger, 0) is None
-    assert waits(ledger, 0) == [1]
+    assert list_awaited_groups(ledger, 0) == [1]
     complete(ledger, 1)
     assert take(ledger, 0) == [0, 1, 2]
 
 
 def test_with_staleness_one_the_batch_is_what_is_complete_and_leftovers_must_come_next():
     ledger = make_ledger(2, 1, 1)
-    fill(ledger)
+    fill_slots(ledger)
     complete(ledger, 3, 1)
     assert take(ledger, 0) == [1, 3]
     train(ledger, [1, 3], 1)
-    assert fill(ledger, version=1) == [4, 5]
+    assert fill_slots(ledger, version=1) == [4, 5]
     complete(ledger, 4, 5, 0)
     assert take(ledger, 1) is None
-    assert waits(ledger, 1) == [2]
+    assert list_awaited_groups(ledger, 1) == [2]
     complete(ledger, 2)
     assert take(ledger, 1) == [0, 2]
 
 
 def test_with_staleness_one_half_the_rule_is_that_of_one():
     ledger = make_ledger(2, 1, 0.5)
-    fill(ledger)
+    fill_slots(ledger)
     complete(ledger, 1, 2)
     train(ledger, take(ledger, 0) or [], 1)
-    assert fill(ledger, version=1) == [3, 4]
+    assert fill_slots(ledger, version=1) == [3, 4]
     complete(ledger, 3, 4)
     assert take(ledger, 1) is None
-    assert waits(ledger, 1) == [0]
+    assert list_awaited_groups(ledger, 1) == [0]
     complete(ledger, 0)
     assert take(ledger, 1) == [0, 3]
 
 
 def test_with_staleness_two_a_batch_leaves_no_more_old_groups_than_the_next_can_hold():
     ledger = make_ledger(2, 1, 2)
-    fill(ledger)
+    fill_slots(ledger)
     complete(ledger, 0, 1)
     train(ledger, take(ledger, 0) or [], 1)
-    assert fill(ledger, version=1) == [6, 7]
+    assert fill_slots(ledger, version=1) == [6, 7]
     complete(ledger, 6, 7)
-    # Were 6 and 7 taken now, version 2 would have to take 2, 3, 4 and 5: twice its size.
+    # If 6 and 7 were taken now, version 2 would have to take 2, 3, 4 and 5: twice its size.
     assert take(ledger, 1) is None
-    assert waits(ledger, 1) == [2, 3, 4, 5]
+    assert list_awaited_groups(ledger, 1) == [2, 3, 4, 5]
     complete(ledger, 5)
     assert take(ledger, 1) is None
     complete(ledger, 3)
@@ -167,18 +167,18 @@ def test_with_staleness_two_a_batch_leaves_no_more_old_groups_than_the_next_can_
 
 def test_a_smaller_batch_can_be_requested_but_takes_what_it_must():
     ledger = make_ledger(4, 1, 1)
-    fill(ledger)
+    fill_slots(ledger)
     complete(ledger, 0, 1, 2, 3)
     assert take(ledger, 0, 1) == [0, 1, 2, 3]
 
 
 def test_a_dropped_group_is_replaced_one_for_one():
     ledger = make_ledger(3, 2)
-    fill(ledger)
+    fill_slots(ledger)
     for dropped in (1, 0):
-        run(ledger, dropped)
+        finish_samples(ledger, dropped)
         ledger.drop(dropped, "no_signal")
-    assert fill(ledger) == [3, 4]
+    assert fill_slots(ledger) == [3, 4]
     assert ledger_counts(ledger).dropped_by_reason == {"no_signal": 2}
     complete(ledger, 4, 2, 3)
     assert take(ledger, 0) == [2, 3, 4]
@@ -186,23 +186,23 @@ def test_a_dropped_group_is_replaced_one_for_one():
 
 def test_drops_beyond_the_allowance_are_not_refilled_and_the_batch_is_smaller():
     ledger = make_ledger(3, 1, drops_allowed=1)
-    fill(ledger)
+    fill_slots(ledger)
     for dropped in (0, 1):
         ledger.drop(dropped, "no_signal")
-    assert fill(ledger) == [3]
+    assert fill_slots(ledger) == [3]
     complete(ledger, 2)
     assert take(ledger, 0) is None
     complete(ledger, 3)
     assert take(ledger, 0) == [2, 3]
     assert not ledger.may_start(), "the empty place is not for this step"
     train(ledger, [2, 3], 1)
-    assert fill(ledger, version=1) == [4, 5, 6]
+    assert fill_slots(ledger, version=1) == [4, 5, 6]
 
 
 def test_a_ledger_is_exhausted_when_all_groups_were_dropped_and_none_is_refilled():
     ledger = make_ledger(2, 1, drops_allowed=1)
     for _ in range(3):
-        fill(ledger)
+        fill_slots(ledger)
         assert not ledger.exhausted
         ledger.drop(ledger.active_groups()[0].uid, "no_signal")
     assert ledger.exhausted
@@ -210,7 +210,7 @@ def test_a_ledger_is_exhausted_when_all_groups_were_dropped_and_none_is_refilled
 
 def test_the_samples_that_a_batch_waits_for_are_named_with_their_state():
     ledger = make_ledger(1, 3)
-    fill(ledger)
+    fill_slots(ledger)
     for index in (0, 1):
         ledger.sample_started(SampleId(0, index))
     ledger.sample_finished(SampleId(0, 1))
@@ -224,7 +224,7 @@ def test_the_samples_that_a_batch_waits_for_are_named_with_their_state():
 
 def test_counts_cover_the_state_of_every_sample():
     ledger = make_ledger(4, 2, drops_allowed=0)
-    fill(ledger)
+    fill_slots(ledger)
     ledger.sample_started(SampleId(0, 1))
     complete(ledger, 1)
     ledger.drop(2, "no_signal")
@@ -238,7 +238,7 @@ def test_counts_cover_the_state_of_every_sample():
 
 def test_an_audit_finds_a_lost_group():
     ledger = make_ledger(2, 1)
-    fill(ledger)
+    fill_slots(ledger)
     ledger._table.active.popitem()
     with pytest.raises(LedgerError, match="conservation"):
         check_ledger(ledger)
@@ -261,7 +261,7 @@ def test_an_audit_finds_a_lost_group():
 )
 def test_an_illegal_transition_is_an_error_and_changes_nothing(illegal):
     ledger = make_ledger(2, 1)
-    fill(ledger)
+    fill_slots(ledger)
     complete(ledger, 1)
     before = ledger.state()
     with pytest.raises(LedgerError):
@@ -271,7 +271,7 @@ def test_an_illegal_transition_is_an_error_and_changes_nothing(illegal):
 
 def test_a_batch_must_be_trained_before_the_next_is_taken_and_cannot_be_dropped():
     ledger = make_ledger(1, 1)
-    complete(ledger, *fill(ledger))
+    complete(ledger, *fill_slots(ledger))
     assert take(ledger, 0) == [0]
     with pytest.raises(LedgerError, match="trained first"):
         take(ledger, 0)
@@ -281,7 +281,7 @@ def test_a_batch_must_be_trained_before_the_next_is_taken_and_cannot_be_dropped(
 
 def test_a_restored_ledger_returns_samples_in_flight_to_waiting_and_keeps_what_is_done():
     ledger = make_ledger(4, 2, drops_allowed=3)
-    fill(ledger)
+    fill_slots(ledger)
     complete(ledger, 1)
     ledger.drop(2, "no_signal")
     ledger.sample_started(SampleId(0, 0))
@@ -295,13 +295,13 @@ def test_a_restored_ledger_returns_samples_in_flight_to_waiting_and_keeps_what_i
     assert restored.group(1).state is GroupState.COMPLETE
     assert restored.group(3).prompt == prompt()
     assert restored.state()["drops_in_step"] == 1
-    assert start(restored) == [4]
+    assert start_groups(restored) == [4]
     check_ledger(restored)
 
 
 def test_a_batch_that_was_taken_and_not_trained_is_complete_again_after_a_restore():
     ledger = make_ledger(2, 1)
-    complete(ledger, *fill(ledger))
+    complete(ledger, *fill_slots(ledger))
     take(ledger, 0)
     restored = make_ledger(2, 1)
     restored.restore(json.loads(json.dumps(ledger.state())))
@@ -318,7 +318,7 @@ def test_a_row_with_values_that_json_does_not_know_can_be_saved():
 
 def test_a_restore_with_another_group_size_is_refused_with_advice():
     ledger = make_ledger(1, 2)
-    fill(ledger)
+    fill_slots(ledger)
     with pytest.raises(CheckpointError, match="group_size is 3") as refused:
         make_ledger(1, 3).restore(ledger.state())
     assert "rollout.group_size=2" in refused.value.fix
@@ -326,14 +326,14 @@ def test_a_restore_with_another_group_size_is_refused_with_advice():
 
 def test_ids_can_count_down_so_that_evaluation_never_meets_training():
     ledger = make_ledger(3, 1, count_down=True)
-    assert fill(ledger) == [-1, -2, -3]
+    assert fill_slots(ledger) == [-1, -2, -3]
     complete(ledger, -3, -1, -2)
     assert take(ledger, 0) == [-1, -2, -3]
 
 
 def test_a_lost_sample_waits_again_under_the_same_id():
     ledger = make_ledger(1, 2)
-    fill(ledger)
+    fill_slots(ledger)
     lost = SampleId(0, 1)
     ledger.sample_started(lost)
     ledger.sample_lost(lost)
@@ -346,7 +346,7 @@ def test_a_lost_sample_waits_again_under_the_same_id():
 
 def test_a_group_with_spares_is_complete_with_the_first_members_and_cancels_the_others():
     ledger = make_ledger(1, 2, spares=2)
-    fill(ledger)
+    fill_slots(ledger)
     ledger.sample_started(SampleId(0, 3))
     for index, enough in ((2, False), (0, True)):
         ledger.sample_started(SampleId(0, index))
@@ -370,8 +370,8 @@ def test_a_group_with_spares_is_complete_with_the_first_members_and_cancels_the_
 
 def test_a_complete_group_takes_no_further_sample():
     ledger = make_ledger(1, 1, spares=1)
-    fill(ledger)
-    run(ledger, 0)
+    fill_slots(ledger)
+    finish_samples(ledger, 0)
     ledger.sample_started(SampleId(0, 1))
     ledger.sample_finished(SampleId(0, 1))
     with pytest.raises(LedgerError, match="enough samples without"):
@@ -380,11 +380,11 @@ def test_a_complete_group_takes_no_further_sample():
 
 def test_a_dropped_group_names_the_samples_to_abort_and_counts_each_sample_once():
     ledger = make_ledger(1, 1, spares=2)
-    fill(ledger)
-    run(ledger, 0)
+    fill_slots(ledger)
+    finish_samples(ledger, 0)
     assert ledger.drop(0, "no_signal") == (SampleId(0, 1), SampleId(0, 2))
-    assert fill(ledger) == [1]
-    run(ledger, 1)
+    assert fill_slots(ledger) == [1]
+    finish_samples(ledger, 1)
     ledger.complete(1)
     assert ledger.drop(1, "no_signal") == ()
     assert ledger_counts(ledger).dropped_samples == {"no_signal": 4, "surplus": 2}
@@ -393,37 +393,37 @@ def test_a_dropped_group_names_the_samples_to_abort_and_counts_each_sample_once(
 
 def test_drop_stale_never_waits_and_drops_groups_that_a_new_version_makes_too_old():
     ledger = make_ledger(2, 1, 1, rule="drop_stale")
-    fill(ledger)
+    fill_slots(ledger)
     ledger.sample_started(SampleId(0, 0))
     complete(ledger, 1, 2)
     train(ledger, take(ledger, 0) or [], 1)
-    assert fill(ledger, version=1) == [4, 5]
+    assert fill_slots(ledger, version=1) == [4, 5]
     complete(ledger, 3, 4, 5)
     assert take(ledger, 1) == [3, 4], "must_take would wait for group 0"
     ledger.trained([3, 4], PolicyVersion(2))
     removed = ledger.published(PolicyVersion(2))
     assert removed.dropped == ((0, "stale"),)
     assert removed.unfinished == (SampleId(0, 0),)
-    assert fill(ledger, version=2) == [6, 7, 8], "two were trained and one is refilled"
+    assert fill_slots(ledger, version=2) == [6, 7, 8], "two were trained and one is refilled"
     assert ledger.state()["drops_in_step"] == 0, "the allowance is for groups without signal"
 
 
 def test_drop_stale_never_takes_a_complete_group_that_is_too_old():
     ledger = make_ledger(1, 1, rule=StalenessRule.DROP_STALE)
-    fill(ledger)
+    fill_slots(ledger)
     complete(ledger, 0)
     assert take(ledger, 1) is None
-    assert waits(ledger, 1) == []
+    assert list_awaited_groups(ledger, 1) == []
     assert ledger.published(PolicyVersion(1)).dropped == ((0, "stale"),)
 
 
 def test_mask_stale_tokens_takes_old_groups_whenever_they_are_complete():
     ledger = make_ledger(1, 1, 1, rule="mask_stale_tokens")
-    assert fill(ledger) == [0, 1]
+    assert fill_slots(ledger) == [0, 1]
     for version, uid in ((0, 1), (1, 2), (2, 3)):
         complete(ledger, uid)
         train(ledger, take(ledger, version) or [], version + 1)
-        fill(ledger, version=version + 1)
+        fill_slots(ledger, version=version + 1)
     complete(ledger, 4, 0)
     assert take(ledger, 3) == [0]
     assert ledger.policy.oldest_allowed(PolicyVersion(3)) == 2
@@ -431,37 +431,41 @@ def test_mask_stale_tokens_takes_old_groups_whenever_they_are_complete():
 
 def test_first_finished_takes_what_completes_first_and_drops_the_rest():
     ledger = make_ledger(2, 1, rule="first_finished", surplus=2)
-    assert fill(ledger) == [0, 1, 2, 3]
+    assert fill_slots(ledger) == [0, 1, 2, 3]
     ledger.sample_started(SampleId(0, 0))
     complete(ledger, 3, 1, 2)
-    assert ledger.take(PolicyVersion(0)) == taken_batch(
+    assert ledger.take(PolicyVersion(0)) == make_taken_batch(
         (1, 3), dropped=((0, "surplus"), (2, "surplus")), unfinished=(SampleId(0, 0),)
     )
     assert not ledger.may_start(), "a group of version 0 would be too old for the next batch"
     train(ledger, [1, 3], 1)
-    assert fill(ledger, version=1) == [4, 5, 6, 7]
+    assert fill_slots(ledger, version=1) == [4, 5, 6, 7]
 
 
 def test_first_finished_with_staleness_drops_only_what_is_too_old_for_the_next_batch():
     ledger = make_ledger(1, 1, 1, rule="first_finished", surplus=1)
-    assert fill(ledger) == [0, 1, 2]
+    assert fill_slots(ledger) == [0, 1, 2]
     complete(ledger, 2, 0)
-    assert ledger.take(PolicyVersion(0)) == taken_batch((2,))
+    assert ledger.take(PolicyVersion(0)) == make_taken_batch((2,))
     train(ledger, [2], 1)
-    assert fill(ledger, version=1) == [3]
-    assert ledger.take(PolicyVersion(1)) == taken_batch((0,), ((1, "surplus"),), (SampleId(1, 0),))
-    assert fill(ledger, version=1) == [4], "its place is free at once"
+    assert fill_slots(ledger, version=1) == [3]
+    assert ledger.take(PolicyVersion(1)) == make_taken_batch(
+        (0,), ((1, "surplus"),), (SampleId(1, 0),)
+    )
+    assert fill_slots(ledger, version=1) == [4], "its place is free at once"
 
 
 def test_late_groups_are_deferred_and_start_again_as_a_long_round_of_their_own():
     ledger = make_ledger(2, 1, rule="long_rounds", surplus=1)
-    assert fill(ledger) == [0, 1, 2]
+    assert fill_slots(ledger) == [0, 1, 2]
     complete(ledger, 2, 0)
     late = SampleId(1, 0)
-    assert ledger.take(PolicyVersion(0)) == taken_batch((0, 2), unfinished=(late,), deferred=(1,))
+    assert ledger.take(PolicyVersion(0)) == make_taken_batch(
+        (0, 2), unfinished=(late,), deferred=(1,)
+    )
     train(ledger, [0, 2], 1)
     assert ledger.restart_deferred(PolicyVersion(1)) == (), "one group is no round"
-    assert fill(ledger, version=1) == [3, 4, 5]
+    assert fill_slots(ledger, version=1) == [3, 4, 5]
     complete(ledger, 4, 5)
     assert ledger.take(PolicyVersion(1)).removed.deferred == (3,)
     assert ledger.in_long_round
@@ -473,21 +477,21 @@ def test_late_groups_are_deferred_and_start_again_as_a_long_round_of_their_own()
     assert take(ledger, 2, 1) is None, "even a smaller batch waits for all of the round"
     assert list(ledger.awaited_samples(PolicyVersion(2), 1)) == [SampleId(3, 0)]
     complete(ledger, 3)
-    assert ledger.take(PolicyVersion(2)) == taken_batch((1, 3))
+    assert ledger.take(PolicyVersion(2)) == make_taken_batch((1, 3))
     train(ledger, [1, 3], 3)
-    assert fill(ledger, version=3) == [6, 7, 8]
+    assert fill_slots(ledger, version=3) == [6, 7, 8]
     assert ledger_counts(ledger).groups.trained == 6
     check_ledger(ledger)
 
 
 def test_with_staleness_a_long_round_runs_beside_other_groups_and_is_due_at_its_deadline():
     ledger = make_ledger(1, 1, 1, rule="long_rounds", surplus=1)
-    assert fill(ledger) == [0, 1, 2]
+    assert fill_slots(ledger) == [0, 1, 2]
     complete(ledger, 0)
     train(ledger, take(ledger, 0) or [], 1)
-    assert fill(ledger, version=1) == [3]
+    assert fill_slots(ledger, version=1) == [3]
     complete(ledger, 3, 1)
-    assert ledger.take(PolicyVersion(1)) == taken_batch((1,), (), (SampleId(2, 0),), (2,)), (
+    assert ledger.take(PolicyVersion(1)) == make_taken_batch((1,), (), (SampleId(2, 0),), (2,)), (
         "group 1 is taken before group 3, which can be in the next batch too"
     )
     assert not ledger.may_start()
@@ -497,15 +501,15 @@ def test_with_staleness_a_long_round_runs_beside_other_groups_and_is_due_at_its_
     assert take(ledger, 2) is None, "group 3 is complete, but group 2 must be in this batch"
     assert list(ledger.awaited_samples(PolicyVersion(2))) == [SampleId(2, 0)]
     complete(ledger, 2)
-    assert ledger.take(PolicyVersion(2)) == taken_batch((2,), deferred=(3,))
+    assert ledger.take(PolicyVersion(2)) == make_taken_batch((2,), deferred=(3,))
     check_ledger(ledger)
 
 
 def test_a_complete_group_without_room_is_deferred_and_marked_as_reported():
     ledger = make_ledger(1, 1, spares=1, rule="long_rounds", surplus=1)
-    fill(ledger)
+    fill_slots(ledger)
     complete(ledger, 1, 0)
-    assert ledger.take(PolicyVersion(0)) == taken_batch((0,), deferred=(1,))
+    assert ledger.take(PolicyVersion(0)) == make_taken_batch((0,), deferred=(1,))
     train(ledger, [0], 1)
     assert ledger.restart_deferred(PolicyVersion(1)) == (1,)
     group = ledger.group(1)
@@ -519,12 +523,12 @@ def test_a_complete_group_without_room_is_deferred_and_marked_as_reported():
 
 def test_a_group_of_a_long_round_that_is_dropped_is_refilled_with_a_new_prompt():
     ledger = make_ledger(2, 1, rule="long_rounds", surplus=2)
-    fill(ledger)
+    fill_slots(ledger)
     complete(ledger, 0, 1)
     train(ledger, take(ledger, 0) or [], 1)
     assert ledger.restart_deferred(PolicyVersion(1)) == (2, 3)
     ledger.drop(2, "no_signal")
-    assert fill(ledger, version=1) == [4]
+    assert fill_slots(ledger, version=1) == [4]
     complete(ledger, 3, 4)
     assert take(ledger, 1) == [3, 4]
 
@@ -532,7 +536,7 @@ def test_a_group_of_a_long_round_that_is_dropped_is_refilled_with_a_new_prompt()
 def test_a_restored_ledger_continues_a_running_long_round():
     ledger = make_ledger(2, 1, 1, rule="long_rounds")
     for version in (0, 1):
-        fill(ledger, version=version)
+        fill_slots(ledger, version=version)
         newest = [group.uid for group in ledger.active_groups()][-2:]
         complete(ledger, *newest)
         train(ledger, take(ledger, version) or [], version + 1)
@@ -550,7 +554,7 @@ def test_a_restored_ledger_continues_a_running_long_round():
 
 def test_a_deferred_group_waits_until_it_is_ready_and_so_do_those_behind_it():
     ledger = make_ledger(2, 1)
-    fill(ledger)
+    fill_slots(ledger)
     ledger.defer(1)
     ledger.defer(0)
     assert ledger.restart_deferred(PolicyVersion(0), is_ready=lambda uid: uid != 1) == ()
@@ -564,22 +568,22 @@ def test_only_rules_with_late_groups_know_a_surplus():
 
 def test_a_slot_that_was_empty_when_a_batch_was_taken_stays_empty_until_the_next_version():
     ledger = make_ledger(2, 1, 1)
-    complete(ledger, *start(ledger, 1))
+    complete(ledger, *start_groups(ledger, 1))
     assert take(ledger, 0, 1) == [0]
-    assert start(ledger, 2) == [1, 2]
+    assert start_groups(ledger, 2) == [1, 2]
     assert not ledger.may_start(), "three groups of version 0 are too many for the batch of 1"
     train(ledger, [0], 1)
-    assert fill(ledger, version=1) == [3, 4]
+    assert fill_slots(ledger, version=1) == [3, 4]
 
 
 def test_a_deferred_group_frees_its_slot_and_starts_again_under_the_same_id():
     ledger = make_ledger(2, 2)
-    fill(ledger)
-    run(ledger, 0)
+    fill_slots(ledger)
+    finish_samples(ledger, 0)
     ledger.sample_started(SampleId(1, 1))
     assert ledger.defer(1) == (SampleId(1, 0), SampleId(1, 1))
     assert ledger.defer(0) == ()
-    assert fill(ledger) == [2, 3]
+    assert fill_slots(ledger) == [2, 3]
     counts = ledger_counts(ledger)
     assert (counts.groups.waiting, counts.groups.running) == (2, 2)
     assert (counts.samples.waiting, counts.samples.running) == (8, 0)
@@ -597,7 +601,7 @@ def test_a_deferred_group_frees_its_slot_and_starts_again_under_the_same_id():
 
 def test_a_group_that_is_deferred_or_in_a_batch_cannot_be_deferred():
     ledger = make_ledger(1, 1, 1)
-    fill(ledger)
+    fill_slots(ledger)
     complete(ledger, 0)
     ledger.defer(1)
     take(ledger, 0)
@@ -611,9 +615,9 @@ def test_a_group_that_is_deferred_or_in_a_batch_cannot_be_deferred():
 
 def test_a_deferred_group_may_use_a_slot_that_is_not_refilled():
     ledger = make_ledger(2, 1, drops_allowed=0)
-    fill(ledger)
+    fill_slots(ledger)
     ledger.defer(0)
-    assert fill(ledger) == [2]
+    assert fill_slots(ledger) == [2]
     ledger.drop(1, "no_signal")
     ledger.drop(2, "no_signal")
     assert not ledger.may_start()
@@ -623,13 +627,13 @@ def test_a_deferred_group_may_use_a_slot_that_is_not_refilled():
 
 def test_a_deadline_is_the_last_version_whose_batch_can_hold_the_group():
     ledger = make_ledger(1, 1, 1.5)
-    start(ledger, version=3)
+    start_groups(ledger, version=3)
     assert ledger.deadline(0) == 5
 
 
 def test_a_restored_ledger_has_spares_deferred_groups_and_the_order_of_completion():
     ledger = make_ledger(2, 1, 1, spares=1, rule="first_finished")
-    fill(ledger)
+    fill_slots(ledger)
     complete(ledger, 3, 0, 1)
     ledger.defer(2)
     restored = make_ledger(2, 1, 1, spares=1, rule="first_finished")
@@ -642,13 +646,13 @@ def test_a_restored_ledger_has_spares_deferred_groups_and_the_order_of_completio
 
 def test_after_a_restore_the_groups_of_the_log_start_again_with_the_same_prompts():
     before = make_ledger(3, 1)
-    start(before, 1)
+    start_groups(before, 1)
     state = before.state()
     ledger = make_ledger(3, 1)
     ledger.restore(state, started=[(0, "toy/0"), (1, "toy/7"), (2, "toy/4")])
     assert ledger.next_prompt_uid == "toy/7"
     with pytest.raises(LedgerError, match="before the crash it was prompt toy/7"):
-        start(ledger)
+        start_groups(ledger)
     for uid, name in ((1, "toy/7"), (2, "toy/4")):
         assert ledger.start_group(prompt(uid=name), PolicyVersion(0)) == uid
     assert ledger.next_prompt_uid is None
@@ -662,11 +666,11 @@ def test_a_log_that_does_not_continue_the_checkpoint_is_refused():
 def test_the_ledger_reports_every_transition_that_a_log_keeps():
     reported = []
     ledger = make_ledger(1, 1, record=reported.append)
-    fill(ledger)
+    fill_slots(ledger)
     ledger.defer(0)
     ledger.restart_deferred(PolicyVersion(0))
     ledger.drop(0, "no_signal")
-    fill(ledger)
+    fill_slots(ledger)
     complete(ledger, 1)
     train(ledger, take(ledger, 0) or [], 1)
     assert reported == [
@@ -683,10 +687,10 @@ def test_the_ledger_reports_every_transition_that_a_log_keeps():
 
 def test_a_fruitless_query_does_not_scan_every_group(monkeypatch):
     ledger = make_ledger(50, 1, 1)
-    fill(ledger)
+    fill_slots(ledger)
     complete(ledger, *range(40, 90))
     train(ledger, take(ledger, 0) or [], 1)
-    fill(ledger, version=1)
+    fill_slots(ledger, version=1)
     complete(ledger, *range(100, 150))
 
     class Unreadable(dict):
@@ -699,7 +703,7 @@ def test_a_fruitless_query_does_not_scan_every_group(monkeypatch):
 
 def test_the_next_batch_is_the_one_that_is_taken():
     ledger = make_ledger(2, 1, staleness=1)
-    uids = fill(ledger)
+    uids = fill_slots(ledger)
     assert ledger.next_batch(PolicyVersion(0)) == ()
     for uid in uids:
         complete(ledger, uid)
@@ -712,12 +716,12 @@ def test_the_next_batch_is_the_one_that_is_taken():
 
 def test_dropped_groups_in_flight_are_replaced_and_a_batch_is_left_alone():
     ledger = make_ledger(1, 1, staleness=2, drops_allowed=0)
-    first, second, third = fill(ledger)
+    first, second, third = fill_slots(ledger)
     complete(ledger, first)
     assert ledger.take(PolicyVersion(0)) is not None
     removed = ledger.drop_groups([third, second, first, 99], "damaged_engine")
     assert removed.dropped == ((second, "damaged_engine"), (third, "damaged_engine"))
     assert {uid.group for uid in removed.unfinished} == {second, third}
-    assert len(fill(ledger)) == 2, "these drops do not count against the limit"
+    assert len(fill_slots(ledger)) == 2, "these drops do not count against the limit"
     assert ledger_counts(ledger).dropped_by_reason == {"damaged_engine": 2}
     check_ledger(ledger)

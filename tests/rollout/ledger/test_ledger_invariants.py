@@ -2,8 +2,8 @@
 
 A history is a shape of ledger and a string of bytes. Two bytes are one move: the first selects one
 of the possible moves, the second its argument. Starts, completions, losses, drops, deferrals,
-takes, trainings, publishes, saves and kills come in any order. A model beside the ledger follows
-every token's version.
+takes, trainings, publishes, saves and kills come in any order. A model apart from the ledger tracks
+the version of every token.
 """
 
 import json
@@ -25,8 +25,8 @@ from rollick.testing.fakes import prompt
 from rollick.types import PolicyVersion, SampleId
 
 HISTORIES = 1000
-"""Over all rules, in the quick tests; ten times as many in the slow ones."""
-NEXT = {
+"""Number over all rules in the quick tests; the slow tests have ten times as many."""
+TRANSITIONS = {
     SampleState.WAITING: "sample_started",
     SampleState.RUNNING: "sample_finished",
     SampleState.SCORING: "sample_scored",
@@ -59,7 +59,7 @@ def shapes(rule):
 
 @dataclass
 class LedgerModel:
-    """What a run knows beside its ledger, and what a kill takes back to the checkpoint."""
+    """The expected state of the run. A kill sets it back to the checkpoint."""
 
     version: int
     step: int
@@ -78,7 +78,7 @@ class History:
         self.ledger = self.new_ledger()
         self.model = LedgerModel(0, 0, 0, {}, {}, [], set())
         self.batch: list[int] = []
-        self.made: int | None = None  # a version that was trained and is not published
+        self.trained_version: int | None = None  # not published yet
         self.prompt_of: dict[int, str] = {}
         self.restarts = 0
         self.saved = (json.dumps(self.ledger.state()), deepcopy(self.model))
@@ -96,15 +96,15 @@ class History:
         )
 
     def play(self, moves):
-        for which, with_what in zip(moves[::2], moves[1::2], strict=False):
-            possible = self.possible()
-            possible[which % len(possible)](with_what)
+        for choice, argument in zip(moves[::2], moves[1::2], strict=False):
+            possible_moves = self.possible_moves()
+            possible_moves[choice % len(possible_moves)](argument)
             self.check()
         self.check_log()
         self.drain()
 
-    def possible(self):
-        ledger, idle = self.ledger, not self.batch and self.made is None
+    def possible_moves(self):
+        ledger, idle = self.ledger, not self.batch and self.trained_version is None
         moves = []
         if ledger.may_start():
             moves += [self.start] * 6
@@ -117,7 +117,7 @@ class History:
             moves += [self.take] * 4
         if self.batch:
             moves += [self.train] * 6
-        if self.made is not None:
+        if self.trained_version is not None:
             moves += [self.publish] * 6
         if ledger.may_restart_deferred():
             moves += [self.resume]
@@ -134,8 +134,8 @@ class History:
             if state is SampleState.RUNNING
         ]
 
-    def start(self, with_what):
-        for _ in range(1 + with_what % 8):
+    def start(self, argument):
+        for _ in range(1 + argument % 8):
             if not self.ledger.may_start():
                 break
             name = (
@@ -147,58 +147,61 @@ class History:
             assert self.prompt_of.setdefault(uid, name) == name, "a kill changed a group's prompt"
             self.model.started += 1
 
-    def advance(self, with_what):
+    def advance(self, argument):
         groups = self.open_groups()
-        complete_one, which = with_what % 2, with_what // 2
-        group = groups[which % len(groups)]
-        under_way = group.unfinished()
-        order = under_way[which % len(under_way) :] + under_way[: which % len(under_way)]
-        for uid in order if complete_one else order[:1]:
-            while group.samples[uid.index] in NEXT:
+        finish_group, choice = argument % 2, argument // 2
+        group = groups[choice % len(groups)]
+        unfinished_uids = group.unfinished()
+        order = (
+            unfinished_uids[choice % len(unfinished_uids) :]
+            + unfinished_uids[: choice % len(unfinished_uids)]
+        )
+        for uid in order if finish_group else order[:1]:
+            while group.samples[uid.index] in TRANSITIONS:
                 self.step_sample(group, uid)
-                if not complete_one:
+                if not finish_group:
                     break
             if group.state is not GroupState.OPEN:
                 return
 
     def step_sample(self, group, uid):
-        move = NEXT[group.samples[uid.index]]
+        move = TRANSITIONS[group.samples[uid.index]]
         if move == "sample_started":
             self.model.first_token.setdefault(uid, self.model.version)
-        enough = getattr(self.ledger, move)(uid)
-        if not enough:
+        is_full = getattr(self.ledger, move)(uid)
+        if not is_full:
             return
-        under_way = group.unfinished()
-        assert len(under_way) == self.shape.spares or group.was_reported
-        assert self.ledger.complete(group.uid) == under_way
-        assert not set(self.ledger.group(group.uid).unfinished()) & set(under_way)
+        unfinished_uids = group.unfinished()
+        assert len(unfinished_uids) == self.shape.spares or group.was_reported
+        assert self.ledger.complete(group.uid) == unfinished_uids
+        assert not set(self.ledger.group(group.uid).unfinished()) & set(unfinished_uids)
         self.model.completed.append(group.uid)
 
-    def lose(self, with_what):
+    def lose(self, argument):
         running = self.running()
-        uid = running[with_what % len(running)]
+        uid = running[argument % len(running)]
         self.ledger.sample_lost(uid)
         assert self.ledger.group(uid.group).samples[uid.index] is SampleState.WAITING
 
-    def drop(self, with_what):
+    def drop(self, argument):
         ledger, allowed = self.ledger, self.shape.drops_allowed
         groups = [group for group in ledger.active_groups() if group.state is not GroupState.TAKEN]
-        group = groups[with_what % len(groups)]
+        group = groups[argument % len(groups)]
         could_start, drops = ledger.may_start(), ledger.state()["drops_in_step"]
         full = len(ledger.active_groups()) == ledger.policy.slots and not ledger.in_long_round
-        under_way = group.unfinished()
-        assert ledger.drop(group.uid, "no_signal") == under_way
+        unfinished_uids = group.unfinished()
+        assert ledger.drop(group.uid, "no_signal") == unfinished_uids
         self.end(group.uid, "no_signal")
         if full:
             refilled = allowed is None or drops < allowed
             assert ledger.may_start() == refilled, "the refill is one for one"
         assert could_start <= (ledger.may_start() or ledger.may_restart_deferred())
 
-    def defer(self, with_what):
+    def defer(self, argument):
         groups = self.open_groups()
-        group = groups[with_what % len(groups)]
-        under_way = group.unfinished()
-        assert self.ledger.defer(group.uid) == under_way
+        group = groups[argument % len(groups)]
+        unfinished_uids = group.unfinished()
+        assert self.ledger.defer(group.uid) == unfinished_uids
         assert group.state is GroupState.DEFERRED
         self.restart(group)
 
@@ -208,30 +211,30 @@ class History:
         if group.uid in self.model.completed:
             self.model.completed.remove(group.uid)
 
-    def resume(self, with_what):
+    def resume(self, argument):
         waiting = [group.uid for group in self.ledger.deferred_groups()]
         version = PolicyVersion(self.model.version)
         resumed = self.ledger.restart_deferred(
-            version, is_ready=waiting[: 1 + with_what % 2].__contains__
+            version, is_ready=waiting[: 1 + argument % 2].__contains__
         )
         assert list(resumed) == waiting[: len(resumed)]
         assert resumed
         assert all(self.ledger.group(uid).start_version == version for uid in resumed)
 
-    def take(self, with_what):
+    def take(self, argument):
         ledger, version = self.ledger, PolicyVersion(self.model.version)
-        count = 1 if with_what % 4 == 0 else None
-        live = {group.uid: group for group in ledger.active_groups()}
-        under_way = {uid: group.unfinished() for uid, group in live.items()}
+        count = 1 if argument % 4 == 0 else None
+        active = {group.uid: group for group in ledger.active_groups()}
+        unfinished_uids = {uid: group.unfinished() for uid, group in active.items()}
         complete = count_complete(ledger)
         taken = ledger.take(version, count)
         if taken is None:
-            coming = (
+            may_progress = (
                 ledger.may_start()
                 or ledger.may_restart_deferred()
                 or ledger.awaited_samples(version, count)
             )
-            assert coming or ledger.exhausted
+            assert may_progress or ledger.exhausted
             if self.shape.rule in (StalenessRule.MASK_STALE_TOKENS, StalenessRule.FIRST_FINISHED):
                 assert complete < (count or self.shape.groups), "nothing waits for the old"
             return
@@ -243,19 +246,21 @@ class History:
             assert complete == len(batch)
         dropped = [uid for uid, _ in taken.removed.dropped]
         removed = [*dropped, *taken.removed.deferred]
-        assert taken.removed.unfinished == tuple(uid for gone in removed for uid in under_way[gone])
-        self.check_rule(batch, removed, live)
+        assert taken.removed.unfinished == tuple(
+            uid for removed_uid in removed for uid in unfinished_uids[removed_uid]
+        )
+        self.check_rule(batch, removed, active)
         assert not set(taken.removed.deferred) & self.model.deferred, "a group is deferred once"
         self.model.deferred |= set(taken.removed.deferred)
         for uid in taken.removed.deferred:
-            self.restart(live[uid])
+            self.restart(active[uid])
         for uid, reason in taken.removed.dropped:
             self.end(uid, reason)
         self.batch = batch
 
-    def check_rule(self, batch, removed, live):
+    def check_rule(self, batch, removed, active):
         oldest = self.model.version - self.horizon
-        due = {uid for uid, group in live.items() if group.start_version <= oldest}
+        due = {uid for uid, group in active.items() if group.start_version <= oldest}
         if self.shape.rule is StalenessRule.MUST_TAKE:
             assert due <= set(batch)
         if self.shape.rule is StalenessRule.FIRST_FINISHED:
@@ -269,46 +274,54 @@ class History:
         else:
             assert not removed, "what is stale was dropped when the version was published"
         if self.shape.rule is not StalenessRule.MASK_STALE_TOKENS:
-            firsts = [first for uid, first in self.model.first_token.items() if uid.group in batch]
-            assert all(first >= oldest for first in firsts), "a token is too old"
+            first_versions = [
+                first for uid, first in self.model.first_token.items() if uid.group in batch
+            ]
+            assert all(first >= oldest for first in first_versions), "a token is too old"
 
-    def train(self, with_what):
-        self.made = self.model.version + (with_what % 4 != 0)
-        self.ledger.trained(self.batch, PolicyVersion(self.made))
+    def train(self, argument):
+        self.trained_version = self.model.version + (argument % 4 != 0)
+        self.ledger.trained(self.batch, PolicyVersion(self.trained_version))
         for uid in self.batch:
             self.end(uid, "trained")
         self.batch = []
 
-    def publish(self, with_what):
-        made, self.made = self.made, None
-        live = {group.uid: group for group in self.ledger.active_groups()}
-        under_way = {uid: group.unfinished() for uid, group in live.items()}
-        removed = self.ledger.published(PolicyVersion(made))
-        self.model.version = made
-        stale = [uid for uid, group in live.items() if group.start_version < made - self.horizon]
+    def publish(self, argument):
+        trained_version, self.trained_version = self.trained_version, None
+        active = {group.uid: group for group in self.ledger.active_groups()}
+        unfinished_uids = {uid: group.unfinished() for uid, group in active.items()}
+        removed = self.ledger.published(PolicyVersion(trained_version))
+        self.model.version = trained_version
+        stale = [
+            uid
+            for uid, group in active.items()
+            if group.start_version < trained_version - self.horizon
+        ]
         expected = stale if self.shape.rule is StalenessRule.DROP_STALE else []
         assert removed.dropped == tuple((uid, "stale") for uid in expected)
-        assert removed.unfinished == tuple(uid for gone in expected for uid in under_way[gone])
+        assert removed.unfinished == tuple(
+            uid for removed_uid in expected for uid in unfinished_uids[removed_uid]
+        )
         for uid in expected:
             self.end(uid, "stale")
         assert self.ledger.held_until is None, "with a version, its places open"
 
-    def end(self, uid, how):
+    def end(self, uid, outcome):
         assert uid not in self.model.ended, "a group ends once"
-        self.model.ended[uid] = how
+        self.model.ended[uid] = outcome
         if uid in self.model.completed:
             self.model.completed.remove(uid)
 
-    def save(self, with_what):
-        if self.batch or self.made is not None:
+    def save(self, argument):
+        if self.batch or self.trained_version is not None:
             return
         self.model.step += 1
         state = self.ledger.state()
         self.events.append(CheckpointMarked(self.model.step, state["next"]))
         self.saved = (json.dumps(state), deepcopy(self.model))
 
-    def kill(self, with_what):
-        """Back to the checkpoint, with the groups that the log has after it."""
+    def kill(self, argument):
+        """Restore the checkpoint; the groups that the log has after it start again."""
         self.check_log()
         state, model = json.loads(self.saved[0]), deepcopy(self.saved[1])
         resumed = started_since(LogContents(tuple(self.events)), model.step)
@@ -320,7 +333,7 @@ class History:
         self.ledger = self.new_ledger()
         self.ledger.restore(state, started=resumed)
         self.ledger.published(PolicyVersion(model.version))
-        self.model, self.batch, self.made = model, [], None
+        self.model, self.batch, self.trained_version = model, [], None
         self.restarts += 1
         done = {
             SampleId(group.uid, index)
@@ -339,7 +352,7 @@ class History:
         assert counts.samples.submitted == self.model.started * (
             self.shape.size + self.shape.spares
         )
-        trained = sum(how == "trained" for how in self.model.ended.values())
+        trained = sum(outcome == "trained" for outcome in self.model.ended.values())
         assert counts.groups.trained == trained
         assert counts.samples.trained == trained * self.shape.size
         assert counts.groups.dropped == len(self.model.ended) - trained
@@ -349,10 +362,10 @@ class History:
             assert all(self.model.version - start <= self.horizon for start in starts)
 
     def check_log(self):
-        """The log alone, and the checkpoint with the later log, give the counts of the ledger."""
+        """Check that the log, and the checkpoint with the later log, give the ledger's counts."""
         log, counts = LogContents(tuple(self.events)), ledger_counts(self.ledger)
-        since = audit(log, step=self.saved[1].step, state=json.loads(self.saved[0]))
-        for model in (audit(log), since):
+        since_checkpoint = audit(log, step=self.saved[1].step, state=json.loads(self.saved[0]))
+        for model in (audit(log), since_checkpoint):
             assert model.groups == counts.groups
             assert model.dropped_by_reason == counts.dropped_by_reason
             assert model.dropped_samples == counts.dropped_samples
@@ -360,12 +373,12 @@ class History:
             assert model.samples.waiting == counts.samples.waiting + counts.samples.running
 
     def drain(self):
-        """No deadlock: if every sample ends and none is dropped any more, batches come."""
+        """Check for deadlocks: if all samples end and no group is dropped, three batches follow."""
         batches = 0
         for _ in range(40):
             if self.batch:
                 self.train(1)
-            if self.made is not None:
+            if self.trained_version is not None:
                 self.publish(0)
             if self.ledger.exhausted:
                 self.ledger.reset_drops()

@@ -1,4 +1,4 @@
-"""The journal: written in turns of the loop, marked with checkpoints, taken up after a kill."""
+"""The journal: written once per event-loop iteration, marked at checkpoints, read after a kill."""
 
 import asyncio
 import os
@@ -121,8 +121,8 @@ async def test_a_full_disk_is_logged_once_and_stops_only_the_checkpoint(tmp_path
     path = tmp_path / "ledger.jsonl"
     with open_journal(path, resume=False) as journal:
         file = journal._file
-        full = Path("/dev/full").open("ab", buffering=0)  # noqa: ASYNC230, SIM115
-        journal._file = full
+        full_device = Path("/dev/full").open("ab", buffering=0)  # noqa: ASYNC230, SIM115
+        journal._file = full_device
         for group in range(3):
             journal.record(started(group))
             await asyncio.sleep(0)
@@ -130,7 +130,7 @@ async def test_a_full_disk_is_logged_once_and_stops_only_the_checkpoint(tmp_path
         assert os.strerror(28) in caplog.text
         with pytest.raises(CheckpointError, match="cannot be written"):
             journal.mark_checkpoint(1, started=3)
-        full.close()
+        full_device.close()
         journal._file = file
         journal.record(GroupCompleted(0))
     assert [event.group for event in events(path)[:3]] == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""The ledger's log: what a kill leaves, what a resumed run reads, and what an audit finds."""
+"""The ledger's log: after a kill or torn write, at a resume, and under an audit."""
 
 import errno
 import os
@@ -30,7 +30,7 @@ from rollick.rollout.ledger.staleness import StalenessPolicy
 from rollick.testing.fakes import prompt
 from rollick.types import PolicyVersion, SampleId
 
-ALL = (
+ALL_EVENTS = (
     GroupStarted(0, "sums/3", "sums", 0, 2),
     SampleDone(0, 1),
     GroupCompleted(0),
@@ -41,7 +41,7 @@ ALL = (
     CheckpointMarked(2, 7),
     RunRestored(2),
 )
-KILLED = """
+KILLED_SCRIPT = """
 import os, signal, sys
 from pathlib import Path
 from rollick.rollout.ledger.events import GroupDeferred
@@ -66,7 +66,7 @@ def write(path, *events):
     return path
 
 
-@pytest.mark.parametrize("event", ALL, ids=lambda event: type(event).__name__)
+@pytest.mark.parametrize("event", ALL_EVENTS, ids=lambda event: type(event).__name__)
 def test_every_event_is_read_as_it_was_written(event):
     line = encode(event)
     assert line.count(b"\n") == 1
@@ -98,9 +98,9 @@ def test_an_incomplete_line_is_not_an_event(line):
 
 def test_a_log_is_continued_by_the_next_run(tmp_path):
     path = tmp_path / "run" / "ledger.jsonl"
-    write(path, *ALL[:4])
-    write(path, *ALL[4:])
-    assert read_log(path).events == ALL
+    write(path, *ALL_EVENTS[:4])
+    write(path, *ALL_EVENTS[4:])
+    assert read_log(path).events == ALL_EVENTS
 
 
 def test_events_are_in_the_file_after_a_flush_and_not_before(tmp_path):
@@ -113,7 +113,9 @@ def test_events_are_in_the_file_after_a_flush_and_not_before(tmp_path):
 
 def test_flushed_events_survive_a_kill(tmp_path):
     path = tmp_path / "log"
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(path)], timeout=60, check=False)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED_SCRIPT, str(path)], timeout=60, check=False
+    )
     assert killed.returncode == -signal.SIGKILL
     assert read_log(path).events == (GroupDeferred(0), GroupDeferred(1))
 
@@ -133,28 +135,28 @@ def test_only_a_checkpoint_mark_waits_for_the_disk(tmp_path, monkeypatch):
 
 
 def test_a_log_cut_at_any_byte_keeps_the_earlier_events_and_can_be_continued(tmp_path):
-    path = write(tmp_path / "log", *ALL)
+    path = write(tmp_path / "log", *ALL_EVENTS)
     full = path.read_bytes()
     for cut in range(len(full)):
         path.write_bytes(full[:cut])
         lines = full[:cut].count(b"\n")
-        assert read_log(path).events == ALL[:lines]
-        if cut % 7 == 0:  # a sync each time
+        assert read_log(path).events == ALL_EVENTS[:lines]
+        if cut % 7 == 0:  # not each time, since it syncs to disk
             write(path, GroupDeferred(9))
-            assert read_log(path).events == (*ALL[:lines], GroupDeferred(9))
+            assert read_log(path).events == (*ALL_EVENTS[:lines], GroupDeferred(9))
 
 
 @pytest.mark.parametrize("tail", [b"\0" * 100, b'{"event":"pa\n{"ev', b"\n\n", b"\xff\n" * 5])
 def test_a_torn_tail_of_several_lines_is_dropped(tmp_path, tail):
-    path = write(tmp_path / "log", *ALL)
+    path = write(tmp_path / "log", *ALL_EVENTS)
     path.write_bytes(path.read_bytes() + tail)
-    assert read_log(path).events == ALL
+    assert read_log(path).events == ALL_EVENTS
     write(path, GroupDeferred(9))
-    assert read_log(path).events == (*ALL, GroupDeferred(9))
+    assert read_log(path).events == (*ALL_EVENTS, GroupDeferred(9))
 
 
 def test_damage_in_the_middle_is_refused_with_its_line(tmp_path):
-    path = write(tmp_path / "log", *ALL)
+    path = write(tmp_path / "log", *ALL_EVENTS)
     lines = path.read_bytes().splitlines(keepends=True)
     lines[2] = lines[2].replace(b"complete", b"comp\0ete")
     path.write_bytes(b"".join(lines))
@@ -166,7 +168,7 @@ def test_damage_in_the_middle_is_refused_with_its_line(tmp_path):
 
 
 class FullDisk:
-    """A file that takes a few bytes and then has no room, until there is some again."""
+    """A file that accepts `room` more bytes and then raises ENOSPC."""
 
     def __init__(self, file):
         self.file, self.room = file, 0
@@ -185,16 +187,16 @@ class FullDisk:
 def test_a_full_disk_loses_no_event_and_tears_no_line(tmp_path):
     with closing(Journal.open(tmp_path / "log")) as log:
         disk = log._file = FullDisk(log._file)
-        for event in ALL:
+        for event in ALL_EVENTS:
             log.append(event)
         disk.room = 50
         with pytest.raises(CheckpointError, match="No space left") as refused:
             log.write()
         assert "free disk space" in refused.value.fix
-        assert read_log(log.path).events == ALL[:0]
+        assert read_log(log.path).events == ALL_EVENTS[:0]
         disk.room = 10_000
         log.write()
-        assert read_log(log.path).events == ALL
+        assert read_log(log.path).events == ALL_EVENTS
 
 
 def test_a_resumed_run_learns_the_groups_started_after_its_checkpoint():
@@ -291,16 +293,16 @@ def test_an_audit_finds_a_checkpoint_that_belongs_to_another_log():
 def test_a_kill_between_two_checkpoints_loses_no_group_and_doubles_none(tmp_path):
     path = tmp_path / "ledger.jsonl"
 
-    def begin(ledger, *names):
+    def start_groups(ledger, *names):
         for name in names:
             ledger.start_group(prompt(uid=name), PolicyVersion(0))
 
     with closing(Journal.open(path)) as log:
         ledger = Ledger(StalenessPolicy(2, 1), 1, record=log.append)
-        begin(ledger, "a", "b")
+        start_groups(ledger, "a", "b")
         state = ledger.state()
         log.append(CheckpointMarked(1, state["next"]))
-        begin(ledger, "c", "d")
+        start_groups(ledger, "c", "d")
         ledger.sample_started(SampleId(2, 0))
         log.write()
     read = read_log(path)
@@ -308,7 +310,7 @@ def test_a_kill_between_two_checkpoints_loses_no_group_and_doubles_none(tmp_path
         log.append(RunRestored(1))
         ledger = Ledger(StalenessPolicy(2, 1), 1, record=log.append)
         ledger.restore(state, started=started_since(read, 1))
-        begin(ledger, "c")
+        start_groups(ledger, "c")
         assert ledger.next_prompt_uid == "d"
         assert ledger_counts(ledger).samples.running == 0
     for counts in (audit(read_log(path)), audit(read_log(path), step=1, state=state)):

@@ -2,13 +2,13 @@
 # ends: ok
 import fcntl, os, struct
 
-# Boxes share the files of the system and the devices. Two processes stand for two boxes here.
+# Boxes share the files of the system and the devices. Two processes simulate two boxes.
 READ, WRITE, WHOLE_FILE = 0, 1, "hhqqi4x"
 
 
 def try_locks():
-    """The locks that somebody else holds."""
-    found = []
+    """The locks that another process holds."""
+    locks = []
     for path, mode in (("/usr/bin/env", os.O_RDONLY), ("/dev/null", os.O_RDWR)):
         file = os.open(path, mode)
         kept.append(file)
@@ -18,17 +18,17 @@ def try_locks():
             try:
                 fcntl.fcntl(file, command, argument)
             except OSError:
-                found.append((path, command))
+                locks.append((path, command))
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            found.append((path, "flock"))
+            locks.append((path, "flock"))
         try:
-            asked = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(WHOLE_FILE, WRITE, 0, 0, 0, 0))
-            found.append((path, "F_GETLK", asked))
+            conflict = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(WHOLE_FILE, WRITE, 0, 0, 0, 0))
+            locks.append((path, "F_GETLK", conflict))
         except PermissionError:
             pass
-    return found
+    return locks
 
 
 kept = []
@@ -39,6 +39,6 @@ if os.fork() == 0:
     os.read(end[0], 1)
     os._exit(0)
 os.read(ready[0], 1)
-found = try_locks()
+locks = try_locks()
 os.write(end[1], b"x")
-print("ESCAPED" if found else "held", found)
+print("ESCAPED" if locks else "held", locks)

@@ -2,11 +2,11 @@
 # ends: ok
 import os
 
-found = []
+open_descriptors = []
 for descriptor in range(3, 70000):
     try:
         os.fstat(descriptor)
-        found.append(descriptor)
+        open_descriptors.append(descriptor)
     except OSError:
         pass
-print("ESCAPED" if found else "held", found)
+print("ESCAPED" if open_descriptors else "held", open_descriptors)

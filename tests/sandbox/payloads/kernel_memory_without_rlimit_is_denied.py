@@ -13,7 +13,7 @@ def call(numbers, *arguments):
     return errno.errorcode[ctypes.get_errno()] if result == -1 else None
 
 
-# Each ruleset may have 65,536 rules for ports.
+# A Landlock ruleset can hold 65,536 rules for ports.
 ruleset = ctypes.create_string_buffer(struct.pack("QQ", 0, 3))
 for number in (444, 445, 446):
     arguments = (ctypes.addressof(ruleset), 16, 0, 0)
@@ -26,13 +26,13 @@ except PermissionError:
     print("held")
 code = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 1))
 packet_filter = struct.pack("HxxxxxxP", 1, ctypes.addressof(code))
-ours, theirs = socket.socketpair()
+left, right = socket.socketpair()
 try:
-    ours.setsockopt(socket.SOL_SOCKET, 26, packet_filter)
+    left.setsockopt(socket.SOL_SOCKET, 26, packet_filter)
     print("ESCAPED")
 except PermissionError:
     print("held")
 filters = ctypes.create_string_buffer(packet_filter)
 ctypes.set_errno(0)
-libc.prctl(22, ctypes.c_long(2), filters, 0, 0)  # the same as the call seccomp
+libc.prctl(22, ctypes.c_long(2), filters, 0, 0)  # equivalent to the system call seccomp
 print("held" if ctypes.get_errno() == errno.EPERM else "ESCAPED")

@@ -2,10 +2,10 @@
 # ends: ok
 import socket
 
-ours, theirs = socket.socketpair()
+left, right = socket.socketpair()
 for option in (socket.SO_SNDBUF, socket.SO_RCVBUF, 32, 33):
     try:
-        ours.setsockopt(socket.SOL_SOCKET, option, 1 << 22)
+        left.setsockopt(socket.SOL_SOCKET, option, 1 << 22)
         print("ESCAPED", option)
     except PermissionError:
         print("held", option)

@@ -9,8 +9,8 @@ EXIT = (60, 93)[("x86_64", "aarch64").index(platform.machine())]
 def fill():
     time.sleep(0.3)  # until the first thread has ended
     kept = bytearray(150 << 20)
-    for at in range(0, len(kept), 4096):
-        kept[at] = 1
+    for offset in range(0, len(kept), 4096):
+        kept[offset] = 1
     time.sleep(60)
     print("ESCAPED", len(kept))
 

@@ -16,7 +16,7 @@ def call(numbers, *arguments):
 import os
 
 for flag in (0x10000000, 0x00020000, 0x20000000, 0x40000000, 0x08000000, 0x04000000, 0x02000000):
-    said = call((56, 220), flag | 17, 0, 0, 0, 0)
-    if said is None and os.getpid() == 1:
+    error = call((56, 220), flag | 17, 0, 0, 0, 0)
+    if error is None and os.getpid() == 1:
         os._exit(0)
-    print("held" if said == "EPERM" else "ESCAPED", hex(flag))
+    print("held" if error == "EPERM" else "ESCAPED", hex(flag))

@@ -5,7 +5,7 @@ import os, socket, time
 for number in range(4):
     if os.fork() == 0:
         break
-# A connection that nobody accepts keeps what was sent, even if the sender has closed it.
+# A connection that is not accepted keeps the sent data, even if the sender has closed it.
 block, total = b"x" * (1 << 16), 0
 listeners = []
 while total < 500 << 20:

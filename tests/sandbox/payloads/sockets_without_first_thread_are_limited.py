@@ -11,7 +11,7 @@ def fill():
     for _ in range(7):
         if os.fork() == 0:
             break
-    # A connection that nobody accepts keeps what was sent, even if the sender has closed it.
+    # A connection that is not accepted keeps the sent data, even if the sender has closed it.
     block, total, full = b"x" * (1 << 16), 0, True
     listeners = []
     while total < 120 << 20:

@@ -6,6 +6,6 @@ for _ in range(20):
     if os.fork() == 0:
         break
 kept = bytearray(150 << 20)
-for at in range(0, len(kept), 4096):
-    kept[at] = 1
+for offset in range(0, len(kept), 4096):
+    kept[offset] = 1
 time.sleep(60)
