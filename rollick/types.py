@@ -357,3 +357,5 @@ RoleName = Literal[
     "policy", "generators", "reference", "critic", "reward_model", "judge", "teacher"
 ]
 ROLES: Sequence[RoleName] = get_args(RoleName)
+SHARDABLE_ROLES: Sequence[RoleName] = ("policy", "critic", "reference", "teacher", "reward_model")
+"""Roles whose model may be divided over several devices."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 if TYPE_CHECKING:
     from rollick.data.batch import Batch
     from rollick.trainer.fsdp import FsdpStrategy
+    from rollick.trainer.parallel.model import ShardedModel
     from rollick.types import FloatArray
 
 JOIN_S = 10.0
@@ -107,11 +108,11 @@ def _serve(connection: Connection, rendezvous: Any, rank: int) -> None:
     leave_process_group()
 
 
-def own_part(strategy: FsdpStrategy, batch: Batch) -> tuple[Batch, list[int]]:
+def own_part(model: ShardedModel, batch: Batch) -> tuple[Batch, list[int]]:
     """The rows of a batch that the controller would send to this rank, and their numbers."""
     from rollick.trainer.parallel.shares import BatchSplit
 
-    grid, split = strategy.grid, BatchSplit.of(strategy.recipe, strategy.cost)
+    grid, split = model.grid, BatchSplit.of(model.recipe, model.cost)
     rows = list(
         split.plan(batch, ranks=grid.shape.replicas * grid.shape.ranks_per_replica)[grid.replica]
     )

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from rollick.config.devices import Device, parse_devices
 from rollick.config.model_sizes import ModelSizes
-from rollick.config.schema import Recipe, SupervisedRecipe
+from rollick.config.schema import ParallelConfig, Recipe, SupervisedRecipe
 from rollick.errors import PlacementError
-from rollick.types import ROLES, RoleName
+from rollick.types import ROLES, SHARDABLE_ROLES, RoleName
 
 SCORING: tuple[RoleName, ...] = ("reward_model", "judge")
 """Roles that score samples during generation."""
@@ -54,6 +54,8 @@ class DeviceMap:
     roles: Mapping[RoleName, tuple[Device, ...]]
     earlier: tuple[Device, ...] = ()
     """Devices that were in use before a role lost ranks, so that hosts keep their index."""
+    sharded: frozenset[RoleName] = frozenset()
+    """Roles whose ranks have parts of one model, and communicate."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> DeviceMap:
@@ -70,7 +72,12 @@ class DeviceMap:
             roles["reward_model"] = parse_devices(text) if text else policy[:1]
         if recipe.judge is not None and recipe.uses_judge:
             roles["judge"] = parse_devices(devices.judge) if devices.judge else policy[:1]
-        return cls(roles)
+        sharded: list[RoleName] = [
+            role
+            for role in SHARDABLE_ROLES
+            if len(roles.get(role, ())) > 1 and recipe.parallel_of(role) is not None
+        ]
+        return cls(roles, sharded=frozenset(sharded))
 
     def hosts(self) -> tuple[HostSpec, ...]:
         """One host for each distinct device, in the order of the devices."""
@@ -89,7 +96,8 @@ class DeviceMap:
     def with_ranks(self, role: RoleName, ranks: Sequence[int]) -> DeviceMap:
         """The map after the role keeps only these ranks, renumbered from 0."""
         devices = tuple(self.roles[role][rank] for rank in ranks)
-        return DeviceMap({**self.roles, role: devices}, tuple(self._devices))
+        sharded = self.sharded if len(devices) > 1 else self.sharded - {role}
+        return DeviceMap({**self.roles, role: devices}, tuple(self._devices), sharded)
 
     def ranks(self, role: RoleName) -> int:
         """Number of ranks of the role; 0 if the run does not have the role."""
@@ -220,16 +228,19 @@ def describe_plan(recipe: Recipe) -> str:
         paused = [RoleRank("generators", rank) for rank in plan.pauses]
         cells = (_join(plan.phase.uses), _join_ranks(paused), _join_ranks(plan.sleeps))
         rows.append((plan.phase.name, *cells))
-    lines = [*align(_describe_hosts(device_map)), "", *align(rows), ""]
-    if recipe.train.strategy == "fsdp":
-        lines.append(f"learner   {_describe_ranks(recipe, device_map.ranks('policy'))}")
-        if (sizes := ModelSizes.read(recipe.model.path)) is not None:
-            lines.append(f"model     {sizes.describe()}")
+    notes: list[tuple[str, ...]] = []
+    for role in SHARDABLE_ROLES:
+        parallel = recipe.parallel_of(role)
+        if parallel is not None and (role == "policy" or role in device_map.sharded):
+            notes.append((role, _describe_ranks(parallel, device_map.ranks(role))))
+    if recipe.train.strategy == "fsdp" and (sizes := ModelSizes.read(recipe.model.path)):
+        notes.append(("model", sizes.describe()))
     if device_map.ranks("generators"):
         adapters = recipe.train.lora is not None
-        lines.append(f"weights   {_describe_weights(device_map, adapters=adapters)}")
-    lines.append(f"timeline  {_describe_timeline(device_map, plans, recipe.max_staleness)}")
-    return "\n".join(lines)
+        notes.append(("weights", _describe_weights(device_map, adapters=adapters)))
+    notes.append(("timeline", _describe_timeline(device_map, plans, recipe.max_staleness)))
+    tables = (_describe_hosts(device_map), rows, notes)
+    return "\n\n".join("\n".join(align(table)) for table in tables)
 
 
 def _describe_hosts(device_map: DeviceMap) -> list[tuple[str, ...]]:
@@ -246,8 +257,7 @@ def _describe_hosts(device_map: DeviceMap) -> list[tuple[str, ...]]:
     return rows
 
 
-def _describe_ranks(recipe: Recipe, num_ranks: int) -> str:
-    parallel = recipe.train.parallel
+def _describe_ranks(parallel: ParallelConfig, num_ranks: int) -> str:
     axes = {
         "samples": ("data", parallel.data_of(num_ranks)),
         "the matrices of layers": ("tensor", parallel.tensor),

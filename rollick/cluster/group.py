@@ -22,6 +22,7 @@ import numpy as np
 from rollick.cluster.deadlines import GRACE_S, Deadlines
 from rollick.cluster.devices import DeviceMap, HostSpec, RoleRank
 from rollick.cluster.worker import Call, Host, RoleSpec
+from rollick.config.devices import Device
 from rollick.config.schema import ClusterConfig
 from rollick.data.batch import Batch, BatchShare
 from rollick.errors import ClusterUnavailable, RollickError, WorkerError, WorkerHung, WorkerLost
@@ -135,7 +136,9 @@ class WorkerGroup:
         self._hosts: dict[RoleRank, HostSpec] = {}
         self._set_device_map(device_map)
         self._roles: Sequence[RoleSpec] = ()
-        self._collective_locks: dict[RoleName, asyncio.Lock] = {}
+        self._collective_locks: defaultdict[frozenset[Device], asyncio.Lock] = defaultdict(
+            asyncio.Lock
+        )
         self._in_flight: defaultdict[RoleRank, set[_CallDeadline]] = defaultdict(set)
         self._without_state: set[int] = set()
         """Indices of hosts that are being restored; see `restoring`."""
@@ -266,10 +269,10 @@ class WorkerGroup:
         return [results.get(rank) for rank in range(len(args_of_ranks))]
 
     def collective(self, role: RoleName) -> asyncio.Lock:
-        """Held while ranks of a role communicate, as in a sharded learner: two such calls in
-        different orders would deadlock. A trained role also holds it while it trains or writes a
-        snapshot."""
-        return self._collective_locks.setdefault(role, asyncio.Lock())
+        """Held while ranks of a role communicate: two such calls in different orders would
+        deadlock. Roles on the same devices share it. A trained role also holds it while it trains
+        or writes a snapshot."""
+        return self._collective_locks[frozenset(self.device_map.roles[role])]
 
     def abandon(self, role: RoleName, rank: int) -> None:
         """End the calls in flight to a lost rank: they raise WorkerHung."""

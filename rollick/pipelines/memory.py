@@ -34,6 +34,7 @@ from rollick.config.schema import (
     Recipe,
     RlRecipe,
     SupervisedRecipe,
+    model_of,
     rl_recipe,
     teacher_of,
 )
@@ -198,18 +199,14 @@ def _bounds(
     return Bounds(publishing, publishing)
 
 
-def _model_of(recipe: Recipe, role: RoleName) -> ModelConfig:
-    critic = rl_recipe(recipe).critic.model if role == "critic" else None
-    others = {"teacher": teacher_of(recipe), "reward_model": recipe.reward_model, "critic": critic}
-    return others.get(role) or recipe.model
-
-
 def _footprint(recipe: Recipe, shapes: Shapes, host: HostSpec, role: RoleName) -> Footprint:
     train = recipe.train
-    model = _model_of(recipe, role)
+    model = model_of(recipe, role)
+    device_map = DeviceMap.of(recipe)
+    ranks = device_map.ranks(role) if role in device_map.sharded else 1
     shape, itemsize = shapes[model.path], _itemsize(model, host)
     if role in ("teacher", "reward_model", "reference"):
-        return frozen_footprint(shape, train, itemsize=itemsize)
+        return frozen_footprint(shape, train, itemsize=itemsize, ranks=ranks)
     return trained_footprint(
         shape,
         train,
@@ -217,7 +214,7 @@ def _footprint(recipe: Recipe, shapes: Shapes, host: HostSpec, role: RoleName) -
         tokens=microbatch_tokens(recipe),
         lora=train.lora if role == "policy" else None,
         is_critic=role == "critic",
-        ranks=DeviceMap.of(recipe).ranks("policy") if role == "policy" else 1,
+        ranks=ranks,
     )
 
 
@@ -231,7 +228,7 @@ def _snapshot_bytes(recipe: Recipe, shapes: Shapes, host: HostSpec) -> int:
             footprint = _footprint(recipe, shapes, host, role)
             # A float32 parameter is its own master.
             is_master = role == "critic" or recipe.train.lora is None
-            is_master = is_master and _itemsize(_model_of(recipe, role), host) == FLOAT32
+            is_master = is_master and _itemsize(model_of(recipe, role), host) == FLOAT32
             size += footprint.state + (footprint.weights if is_master else 0)
     return 2 * size
 

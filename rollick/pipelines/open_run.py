@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 from rollick.cluster.devices import DeviceMap, HostSpec, plan_run
 from rollick.cluster.group import open_group
 from rollick.cluster.worker import RoleSpec
+from rollick.config.devices import Device
 from rollick.config.load import LoadedRecipe
 from rollick.config.names import resolve
 from rollick.config.problems import raise_problems
-from rollick.config.schema import Recipe, RlRecipe, SupervisedRecipe, teacher_of
+from rollick.config.schema import Recipe, RlRecipe, SupervisedRecipe, model_of, teacher_of
 from rollick.data.chat import ChatCodec
 from rollick.data.prompts import PromptStream
 from rollick.errors import ConfigError, MissingExtra
@@ -53,7 +54,7 @@ from rollick.roles.worker_recovery import WorkerRecovery
 from rollick.run_folder import RunFolder, open_folder
 from rollick.trainer.parallel.mesh import Rendezvous, open_rendezvous
 from rollick.trainer.parallel.shares import BatchSplit, RowCost
-from rollick.types import RoleName
+from rollick.types import SHARDABLE_ROLES, RoleName
 from rollick.weights.channels.broadcast import local_address
 
 if TYPE_CHECKING:
@@ -251,10 +252,12 @@ async def _open_roles(
     ) as group:
         # An inline worker runs in the controller's process, so it cannot be replaced.
         is_inline, restarts = recipe.cluster.backend == "inline", recipe.cluster.restarts
-        cost = RowCost.of(load_config(recipe.model).get_text_config())
-        split = BatchSplit.of(recipe, cost)
+        options: dict[str, Any] = {
+            "splits": _batch_splits(recipe, device_map),
+            "value_components": recipe.value_components,
+        }
         recovery = WorkerRecovery(
-            Roles(group, batch_split=split),
+            Roles(group, **options),
             specs,
             faults=faults,
             goodput=goodput,
@@ -262,7 +265,19 @@ async def _open_roles(
             replica_ranks=recipe.train.parallel.non_data_ranks,
         )
         async with recovery.open(snapshots=recipe.checkpoint.snapshot and not is_inline):
-            yield Roles(group, None if is_inline else recovery, batch_split=split), recovery
+            yield Roles(group, None if is_inline else recovery, **options), recovery
+
+
+def _batch_splits(recipe: Recipe, device_map: DeviceMap) -> dict[RoleName, BatchSplit]:
+    """How the ranks of the trained and the sharded roles divide a batch."""
+    splits: dict[RoleName, BatchSplit] = {}
+    trained = device_map.roles.keys() & {"policy", "critic"}
+    for role in SHARDABLE_ROLES:
+        if role not in trained | device_map.sharded:
+            continue
+        cost = RowCost.of(load_config(model_of(recipe, role)).get_text_config())
+        splits[role] = BatchSplit.of(recipe, cost, role=role)
+    return splits
 
 
 async def _reconnect_host(host: HostSpec, *, publisher: Publisher, residency: Residency) -> None:
@@ -276,31 +291,35 @@ async def _reconnect_host(host: HostSpec, *, publisher: Publisher, residency: Re
 
 
 class _RoleSpecs:
-    """How to build all roles. Each call opens a new rendezvous for the ranks of a sharded learner:
-    a process group cannot be joined twice."""
+    """How to build all roles. Each call opens new rendezvous for the ranks of sharded roles: a
+    process group cannot be joined twice."""
 
     def __init__(self, loaded: LoadedRecipe) -> None:
         self._loaded = loaded
-        self._store: Any = None
-        """The store of the rendezvous, which ends when it is garbage-collected."""
+        self._stores: list[Any] = []
+        """The stores of the rendezvous, which end when they are garbage-collected."""
 
     def __call__(self, device_map: DeviceMap) -> list[RoleSpec]:
-        recipe, ranks = self._loaded.recipe, device_map.ranks("policy")
-        timeout_s = recipe.cluster.call_timeout_s
-        rendezvous = None
-        if ranks > 1:
-            self._store, rendezvous = open_rendezvous(
-                local_address(), ranks=ranks, timeout_s=timeout_s
+        timeout_s = self._loaded.recipe.cluster.call_timeout_s
+        self._stores.clear()
+        rendezvous: dict[tuple[Device, ...], Rendezvous] = {}
+        for devices in {device_map.roles[role] for role in device_map.sharded}:
+            store, rendezvous[devices] = open_rendezvous(
+                local_address(), ranks=len(devices), timeout_s=timeout_s
             )
+            self._stores.append(store)
         return role_specs(self._loaded, device_map, rendezvous)
 
 
 def role_specs(
-    loaded: LoadedRecipe, device_map: DeviceMap, rendezvous: Rendezvous | None
+    loaded: LoadedRecipe,
+    device_map: DeviceMap,
+    rendezvous: Mapping[tuple[Device, ...], Rendezvous],
 ) -> list[RoleSpec]:
+    """How to build each role; `rendezvous`: of the ranks on the devices of sharded roles."""
     recipe = _fit_parallel(loaded.recipe) if device_map.earlier else loaded.recipe
     creators: Mapping[RoleName, tuple[str, *tuple[Any, ...]]] = {
-        "policy": ("learner:create", loaded.base_dir, rendezvous),
+        "policy": ("learner:create", loaded.base_dir),
         "reference": ("scorer:create",),
         "critic": ("critic:create",),
         "teacher": ("scorer:create_teacher",),
@@ -311,7 +330,9 @@ def role_specs(
     specs: list[RoleSpec] = []
     for role in device_map.roles:
         function, *arguments = creators[role]
-        specs.append(RoleSpec(role, f"rollick.workers.{function}", (recipe, *arguments)))
+        ranks = rendezvous.get(device_map.roles[role]) if role in device_map.sharded else None
+        target, joined = f"rollick.workers.{function}", () if ranks is None else (ranks,)
+        specs.append(RoleSpec(role, target, (recipe, *arguments, *joined)))
     return specs
 
 

@@ -27,7 +27,7 @@ def prepare_run(loaded: LoadedRecipe) -> None:
     from rollick.cluster.spares import WorkerPlan
 
     earlier = find_descendants()
-    modules = modules_of(role_specs(loaded, device_map, None))
+    modules = modules_of(role_specs(loaded, device_map, {}))
     plan = WorkerPlan(worker_threads(recipe), worker_environment(recipe), modules)
     prepare_workers([host.device.kind for host in device_map.hosts()], recipe.cluster, plan)
     PREPARED_PROCESSES.update(find_descendants() - earlier)

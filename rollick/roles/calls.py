@@ -64,6 +64,11 @@ class RoleHandle(Generic[W]):
         """Number of workers; 0 if the run does not have the role."""
         return self.group.device_map.ranks(self.role)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the ranks have parts of one model, so that they communicate."""
+        return self.role in self.group.device_map.sharded
+
     async def sleep(self, rank: int) -> None:
         await self.retry(lambda: self.call_rank(rank, Role.sleep))
 
@@ -110,9 +115,11 @@ class RoleHandle(Generic[W]):
 
     async def split(
         self, method: Callable[[W, Batch], Awaitable[T] | T], batch: Batch
-    ) -> tuple[list[T | None], SplitPlan]:
-        """Call each rank with its part of the batch. Returns the results (None for an empty part),
-        and the plan that restores the order of the batch."""
+    ) -> tuple[Sequence[T | None], SplitPlan]:
+        """Call the ranks, each with its part of the batch. Returns the result of each replica (None
+        for an empty part), and the plan that restores the order of the batch."""
+        if self.is_sharded:
+            return await self.split_collective(method, batch)
         plan = self.batch_split.plan(batch, ranks=self.ranks)
         parts = [_part(batch, rows) if rows else None for rows in plan]
         return await self.scatter(method, parts), plan

@@ -12,11 +12,12 @@ it raises PlacementError.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from rollick.algorithms.value_targets import select_value_targets
 from rollick.cluster.devices import DeviceMap
 from rollick.cluster.group import WorkerGroup
 from rollick.cluster.machine import machine_id
@@ -28,6 +29,7 @@ from rollick.roles.protocols import (
     CriticRole,
     PolicyRole,
     RewardModelRole,
+    Role,
     ScorerRole,
     TrainedRole,
 )
@@ -83,7 +85,7 @@ class TrainedHandle(RoleHandle[Trained]):
         by_rank = [[pair] for pair in pairs] if len(pairs) == self.ranks else [pairs] * self.ranks
         records_by_rank: list[Sequence[SnapshotRecord]] = []
         for rank, needed in enumerate(by_rank):
-            if await self.call_rank(rank, TrainedRole.machine_id) == machine_id():
+            if await self.call_rank(rank, Role.machine_id) == machine_id():
                 records_by_rank.append([record for record, _ in needed])
             else:
                 records_by_rank.append([await self._send(rank, *pair) for pair in needed])
@@ -186,6 +188,9 @@ class Policy(TrainedHandle[PolicyRole]):
 class Critic(TrainedHandle[CriticRole]):
     """The model that estimates returns."""
 
+    value_components: Sequence[int] = ()
+    """Indices of the recipe's algorithms that read values."""
+
     async def values(self, batch: Batch) -> TokenValues:
         """The critic's value before each token, and after the last token of each sample."""
         results, plan = await self.retry(lambda: self.split(CriticRole.values, batch))
@@ -194,15 +199,18 @@ class Critic(TrainedHandle[CriticRole]):
         return TokenValues(gather_tokens(values, batch, plan), gather_samples(last, batch, plan))
 
     async def train(self, batch: Batch) -> CriticReport:
-        """Train on one batch, on rank 0: all its epochs and mini-batches."""
-        report = await self.retry(lambda: self._train(batch))
+        """Train on one batch: all its epochs and mini-batches."""
+        targets, explained = select_value_targets(batch, self.value_components)
+        if not targets.rows:
+            return CriticReport(None, explained)
+        report = await self.retry(lambda: self._train(targets))
         if self.recovery is not None:
             self.recovery.trained(self.role, batch)
-        return report
+        return CriticReport(report, explained)
 
-    async def _train(self, batch: Batch) -> CriticReport:
-        async with self.group.collective(self.role):
-            return await self.call_rank(0, CriticRole.train, batch)
+    async def _train(self, targets: Batch) -> TrainReport:
+        shares = self.batch_split.shares(targets, ranks=self.ranks)
+        return (await self.scatter_collective(CriticRole.train, shares))[0]
 
 
 class Scorer(RoleHandle[ScorerRole]):
@@ -233,21 +241,27 @@ class RewardModel(RoleHandle[RewardModelRole]):
 class Roles:
     """The handles of all roles of a run; each attribute has the name of its role. With `recovery`,
     calls to lost workers are retried after a repair; EngineRestarter restarts lost engines.
-    `batch_split`: how the ranks of the policy divide a batch."""
+    `splits`: how the ranks of a role divide a batch; evenly by default. `value_components`: indices
+    of the algorithms that read values."""
 
     def __init__(
         self,
         group: WorkerGroup,
         recovery: WorkerRecovery | None = None,
         *,
-        batch_split: BatchSplit = EVEN_SPLIT,
+        splits: Mapping[RoleName, BatchSplit] | None = None,
+        value_components: Sequence[int] = (0,),
     ) -> None:
+        def options(role: RoleName) -> dict[str, Any]:
+            return {"batch_split": (splits or {}).get(role, EVEN_SPLIT)}
+
         self.group = group
-        self.policy = Policy(group, "policy", recovery, batch_split=batch_split)
-        self.critic = Critic(group, "critic", recovery)
-        self.reference = Scorer(group, "reference", recovery)
-        self.teacher = Scorer(group, "teacher", recovery)
-        self.reward_model = RewardModel(group, "reward_model", recovery)
+        self.policy = Policy(group, "policy", recovery, **options("policy"))
+        self.critic = Critic(group, "critic", recovery, **options("critic"))
+        self.critic.value_components = value_components
+        self.reference = Scorer(group, "reference", recovery, **options("reference"))
+        self.teacher = Scorer(group, "teacher", recovery, **options("teacher"))
+        self.reward_model = RewardModel(group, "reward_model", recovery, **options("reward_model"))
         self.judge = EngineGroup(group, "judge")
         self.generators = Generators(group, "generators")
 

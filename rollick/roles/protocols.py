@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from rollick.data.batch import Batch, BatchShare, TokenValues, TopTokens
 from rollick.errors import RollickError
 from rollick.infer.engine import Capability
-from rollick.roles.reports import CriticReport, EngineRecord, TrainReport
+from rollick.roles.reports import EngineRecord, TrainReport
 from rollick.trainer.snapshot import SnapshotBytes, SnapshotRecord
 from rollick.trainer.strategy import LossReport, OptimReport
 from rollick.types import Completion, EngineLoad, FloatArray, PolicyVersion, Request, SampleId
@@ -63,6 +63,10 @@ class Role(Protocol):
         """Peak bytes of this process since the role's construction began."""
         ...
 
+    def machine_id(self) -> Awaitable[str]:
+        """The worker's machine. Returns at once, also while the role computes."""
+        ...
+
 
 class TrainedRole(Role, Protocol):
     """A role with state: the policy or the critic."""
@@ -78,7 +82,6 @@ class TrainedRole(Role, Protocol):
         """A part of a snapshot in memory of this process."""
         ...
 
-    def machine_id(self) -> Awaitable[str]: ...
     def receive_snapshot_part(self, name: str, offset: int, part: SnapshotBytes) -> Awaitable[str]:
         """Receive a part of a snapshot from another machine. Returns the path of its memory."""
         ...
@@ -109,7 +112,7 @@ class PolicyRole(TrainedRole, Protocol):
 
 class CriticRole(TrainedRole, Protocol):
     def values(self, batch: Batch) -> TokenValues: ...
-    def train(self, batch: Batch) -> CriticReport: ...
+    def train(self, share: BatchShare) -> TrainReport: ...
 
 
 class ScorerRole(Role, Protocol):

@@ -35,7 +35,7 @@ from rollick.infer.cancellation import cancel_tasks
 from rollick.observe.faults import Fault, FaultLog, failure_time, fault_kind
 from rollick.observe.goodput import TimeAccount
 from rollick.roles.handles import Roles
-from rollick.roles.protocols import Role, TrainedRole
+from rollick.roles.protocols import Role
 from rollick.roles.snapshots import RoleSnapshots
 from rollick.types import RoleName
 
@@ -255,7 +255,8 @@ class WorkerRecovery:
     ) -> WorkerError:
         """Find the lost rank behind an error of a rank that was connected to it. Returns `error` if
         no rank is lost. `begun_at`: when the failed call began."""
-        if role != "policy" or isinstance(error, WorkerLost):
+        handle = self._direct.handle(role)
+        if not handle.is_sharded or isinstance(error, WorkerLost):
             return error
 
         now = asyncio.get_running_loop().time
@@ -264,15 +265,14 @@ class WorkerRecovery:
         async def ping(rank: int) -> WorkerLost | None:
             with suppress(WorkerError):
                 try:
-                    method = TrainedRole.machine_id
-                    await self._direct.policy.call_rank(rank, method, timeout_s=PING_TIMEOUT_S)
+                    await handle.call_rank(rank, Role.machine_id, timeout_s=PING_TIMEOUT_S)
                 except WorkerLost as lost:
                     if isinstance(lost, WorkerHung) and now() - pinged >= PING_TIMEOUT_S:
                         lost.failed_at = begun_at  # It hung in the failed call, not in the ping.
                     return lost
             return None
 
-        losses = await asyncio.gather(*map(ping, range(self._direct.policy.ranks)))
+        losses = await asyncio.gather(*map(ping, range(handle.ranks)))
         return next((lost for lost in losses if lost), error)
 
     async def _repair(self, role: RoleName, error: RollickError, before: Mapping[int, int]) -> None:
@@ -382,10 +382,9 @@ class WorkerRecovery:
         """The hosts that must be replaced together if the role is lost."""
         all_hosts = self._group.device_map.hosts()
         hosts = [host for host in all_hosts if role in host.roles]
-        is_sharded = self._group.device_map.ranks("policy") > 1
-        if is_sharded and any("policy" in host.roles for host in hosts):
-            return [host for host in all_hosts if host in hosts or "policy" in host.roles]
-        return hosts
+        roles = {name for host in hosts for name in host.roles}
+        sharded = roles & self._group.device_map.sharded
+        return [host for host in all_hosts if host in hosts or not sharded.isdisjoint(host.roles)]
 
 
 def kept_ranks(placed: Sequence[int], *, unit: int) -> list[int]:

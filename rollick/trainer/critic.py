@@ -8,6 +8,7 @@ Legend: N tokens of a batch, T trained ones (in the loss mask, not first), B sam
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from rollick.config.schema import RlRecipe
 from rollick.data.batch import Batch, TokenValues
 from rollick.errors import ConfigError
 from rollick.trainer.microbatch import PackedBatch
-from rollick.trainer.optimizer import MasterAdamW
+from rollick.trainer.optimizer import MasterAdamW, TotalNorm
 from rollick.trainer.strategy import LossReport, ValueLossFn
 from rollick.trainer.trainable_model import TrainableModel, load_packed_model, token_indices
 from rollick.types import FloatArray, stable_hash
@@ -30,16 +31,42 @@ INITIAL_STD = 0.01
 
 
 class ValueModel(nn.Module):
-    """A decoder and the head that computes values from its hidden states."""
+    """A decoder and the head that computes values from its hidden states. It has the attributes of
+    a transformers model that sharding reads."""
+
+    base_model_prefix = "decoder"
 
     def __init__(self, decoder: nn.Module, head: nn.Linear) -> None:
         super().__init__()
-        self.decoder = decoder
+        self.decoder: Any = decoder
         self.head = head
+
+    @classmethod
+    def of(cls, language_model: Any, *, seed: int) -> ValueModel:
+        """A critic on top of a language model, whose output head is dropped. Its head is on the
+        device of the decoder."""
+        hidden_size = int(language_model.config.get_text_config().hidden_size)
+        decoder = language_model.base_model
+        device = next(decoder.parameters()).device
+        return cls(decoder, _create_value_head(hidden_size, seed=seed).to(device))
 
     @property
     def base_model(self) -> nn.Module:
         return self.decoder
+
+    @property
+    def config(self) -> Any:
+        return self.decoder.config
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.decoder.get_input_embeddings()
+
+    def set_experts_implementation(self, name: str) -> None:
+        self.decoder.set_experts_implementation(name)
+
+    def compute_values(self, rows_TD: Tensor) -> Tensor:
+        """The value of each hidden state."""
+        return self.head(rows_TD.to(self.head.weight.dtype))[:, 0]
 
 
 class LocalCritic(TrainableModel):
@@ -47,22 +74,14 @@ class LocalCritic(TrainableModel):
     not sample, and may share the learner's process."""
 
     def __init__(self, recipe: RlRecipe, *, device: str = "cpu") -> None:
-        # Only the decoder is kept: the output head is freed with the rest.
-        language_model: Any = load_packed_model(
+        language_model = load_packed_model(
             recipe.critic.model or recipe.model, device=device, max_length=recipe.infer.max_length
         )
-        decoder: nn.Module = language_model.base_model
-        hidden_size = int(language_model.config.get_text_config().hidden_size)
-        self.head = _create_value_head(hidden_size, seed=recipe.run.seed).to(device)
-        module = ValueModel(decoder, self.head)
-        optimizer = MasterAdamW(
-            module.named_parameters(),
-            recipe.critic.optimizer,
-            peak_lr=recipe.critic.peak_lr,
-            schedule=recipe.train.schedule,
-            total_steps=recipe.run.steps * recipe.train.steps_per_batch,
+        self.value_model = ValueModel.of(language_model, seed=recipe.run.seed)
+        optimizer = critic_optimizer(self.value_model.named_parameters(), recipe=recipe)
+        super().__init__(
+            self.value_model, recipe, device=device, optimizer=optimizer, name="critic"
         )
-        super().__init__(module, recipe, device=device, optimizer=optimizer, name="critic")
 
     @torch.no_grad()
     def values(self, batch: Batch) -> TokenValues:
@@ -80,12 +99,28 @@ class LocalCritic(TrainableModel):
     def forward_backward(self, batch: Batch, loss: ValueLossFn) -> LossReport:
         def evaluate(microbatch: Batch, packed: PackedBatch) -> tuple[Loss, int]:
             values_T = self._compute_values(self.hidden(packed), packed.rows_T)
-            return loss(_value_inputs(microbatch, packed, values_T)), len(values_T)
+            return loss(value_inputs(microbatch, packed, values_T)), len(values_T)
 
         return self.accumulate_gradients(batch, evaluate)
 
     def _compute_values(self, hidden_ND: Tensor, rows: Tensor) -> Tensor:
-        return self.head(hidden_ND.index_select(0, rows).to(self.head.weight.dtype))[:, 0]
+        return self.value_model.compute_values(hidden_ND.index_select(0, rows))
+
+
+def critic_optimizer(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    total_norm: TotalNorm | None = None,
+    *,
+    recipe: RlRecipe,
+) -> MasterAdamW:
+    return MasterAdamW(
+        parameters,
+        recipe.critic.optimizer,
+        peak_lr=recipe.critic.peak_lr,
+        schedule=recipe.train.schedule,
+        total_steps=recipe.run.steps * recipe.train.steps_per_batch,
+        total_norm=total_norm,
+    )
 
 
 def _create_value_head(hidden_size: int, *, seed: int) -> nn.Linear:
@@ -98,7 +133,7 @@ def _create_value_head(hidden_size: int, *, seed: int) -> nn.Linear:
     return head
 
 
-def _value_inputs(microbatch: Batch, packed: PackedBatch, values_T: Tensor) -> ValueInputs:
+def value_inputs(microbatch: Batch, packed: PackedBatch, values_T: Tensor) -> ValueInputs:
     if microbatch.values_N is None or microbatch.returns_N is None:
         raise ConfigError(
             "the batch has no values and returns, which the critic's loss needs",

@@ -68,7 +68,7 @@ class LocalStrategy(TrainableModel):
             module,
             recipe,
             device=device,
-            optimizer=policy_optimizer(trained, recipe) if trainable else None,
+            optimizer=policy_optimizer(trained, recipe=recipe) if trainable else None,
             name="learner",
             batch_invariant=recipe.infer.zero_mismatch,
         )

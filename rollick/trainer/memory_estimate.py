@@ -56,9 +56,15 @@ class Footprint:
         return self.idle + self.gathered + self.gradients
 
 
-def frozen_footprint(shape: ModelShape, train: TrainConfig, *, itemsize: int) -> Footprint:
-    """Footprint of a model that only computes log-probs."""
-    return Footprint(shape.parameters * itemsize, logits=_logits(shape, train, tokens=0))
+def frozen_footprint(
+    shape: ModelShape, train: TrainConfig, *, itemsize: int, ranks: int = 1
+) -> Footprint:
+    """Footprint of a model that only computes log-probs, on one of its ranks."""
+    return Footprint(
+        shape.parameters * itemsize // ranks,
+        logits=_logits(shape, train, tokens=0),
+        gathered=_gathered(shape, shape.parameters, itemsize=itemsize) if ranks > 1 else 0,
+    )
 
 
 def trained_footprint(
@@ -83,7 +89,6 @@ def trained_footprint(
     uses_model_forward = lora is not None or train.strategy != "local"
     float32_copy = FLOAT32 if itemsize < FLOAT32 else 0
     tokens = -(-tokens // train.parallel.context) if ranks > 1 else tokens
-    layer = (weights - shape.embedding_parameters) // shape.layers
     return Footprint(
         weights=(weights + adapters) * itemsize // ranks,
         state=trained * (2 * FLOAT32 + float32_copy) // ranks,
@@ -92,8 +97,14 @@ def trained_footprint(
             shape, train, tokens, itemsize=itemsize, uses_model_forward=uses_model_forward
         ),
         logits=0 if is_critic else _logits(shape, train, tokens=tokens),
-        gathered=(shape.embedding_parameters + 2 * layer) * itemsize if ranks > 1 else 0,
+        gathered=_gathered(shape, weights, itemsize=itemsize) if ranks > 1 else 0,
     )
+
+
+def _gathered(shape: ModelShape, parameters: int, *, itemsize: int) -> int:
+    """Bytes that a rank gathers in full: the embeddings and two layers."""
+    layer = (parameters - shape.embedding_parameters) // shape.layers
+    return (shape.embedding_parameters + 2 * layer) * itemsize
 
 
 def _activations(

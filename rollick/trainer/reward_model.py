@@ -33,6 +33,23 @@ from rollick.trainer.trainable_model import TrainableModel, policy_optimizer
 from rollick.types import FloatArray, stable_hash
 
 
+def load_packed_score_model(
+    model: ModelConfig, *, device: str, max_length: int
+) -> tuple[nn.Module, bool]:
+    """A model with a score head and attention over packed sequences of up to `max_length` tokens,
+    and whether the head is randomly initialised."""
+    module, has_new_head = load_score_model(model, device=device, attention=VARLEN)
+    score_head(module, model)
+    fix_rope(module, max_length)
+    check_learner(module, max_length=max_length)
+    return module, has_new_head
+
+
+def no_score_head(model: ModelConfig) -> ModelError:
+    fix = "use a sequence classification model with one label"
+    return ModelError(f"{model.path!r} is a language model: it has no scoring head", fix=fix)
+
+
 class LocalRewardModel(TrainableModel):
     """Scores samples and trains on pairs, on one device."""
 
@@ -46,15 +63,13 @@ class LocalRewardModel(TrainableModel):
     ) -> None:
         """`model`: the model to load; None loads the policy's."""
         self.model_config = model or recipe.model
-        module, self.has_new_head = load_score_model(
-            self.model_config, device=device, attention=VARLEN
-        )
-        self.head = _score_head(module, self.model_config)
         max_length = recipe.infer.max_length
         if isinstance(self.model_config, RewardModelConfig):
             max_length = self.model_config.max_length
-        fix_rope(module, max_length)
-        check_learner(module, max_length=max_length)
+        module, self.has_new_head = load_packed_score_model(
+            self.model_config, device=device, max_length=max_length
+        )
+        self.head = score_head(module, self.model_config)
         if self.has_new_head:
             _initialize_head(self.head, seed=recipe.run.seed)
         super().__init__(
@@ -62,7 +77,9 @@ class LocalRewardModel(TrainableModel):
             recipe,
             device=device,
             # A frozen model needs no optimizer, which would keep float32 copies of its weights.
-            optimizer=policy_optimizer(module.named_parameters(), recipe) if trainable else None,
+            optimizer=policy_optimizer(module.named_parameters(), recipe=recipe)
+            if trainable
+            else None,
             name="reward_model",
             keep_groups=True,
         )
@@ -85,14 +102,19 @@ class LocalRewardModel(TrainableModel):
         save_with_tokenizer(self.module, self.model_config, path)
 
     def _score(self, packed: PackedBatch) -> Tensor:
-        """One score per sample, in float64 if the head is float64, otherwise in float32."""
+        """One score per sample."""
         last_BD = self.hidden(packed).index_select(0, packed.last_rows_B)
-        weight_1D = self.head.weight
-        dtype = torch.float64 if weight_1D.dtype is torch.float64 else torch.float32
-        return (last_BD.to(dtype) @ weight_1D.to(dtype).t())[:, 0]
+        return compute_scores(last_BD, self.head.weight)
 
 
-def _score_head(module: nn.Module, model: ModelConfig) -> nn.Linear:
+def compute_scores(last_BD: Tensor, weight_1D: Tensor) -> Tensor:
+    """The scores of samples from the hidden states of their last tokens, in float64 if the head is
+    float64, otherwise in float32."""
+    dtype = torch.float64 if weight_1D.dtype is torch.float64 else torch.float32
+    return (last_BD.to(dtype) @ weight_1D.to(dtype).t())[:, 0]
+
+
+def score_head(module: nn.Module, model: ModelConfig) -> nn.Linear:
     head = getattr(module, "score", None)
     config: Any = module.config
     has_bias = getattr(head, "bias", None) is not None

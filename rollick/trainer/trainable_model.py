@@ -56,8 +56,9 @@ def check_packable(model: ModelConfig) -> None:
 
 def policy_optimizer(
     parameters: Iterable[tuple[str, nn.Parameter]],
-    recipe: Recipe,
     total_norm: TotalNorm | None = None,
+    *,
+    recipe: Recipe,
 ) -> MasterAdamW:
     train = recipe.train
     return MasterAdamW(

@@ -20,7 +20,7 @@ from rollick.models.loading.fingerprint import fingerprint
 from rollick.roles.protocols import PolicyRole
 from rollick.roles.reports import TrainReport
 from rollick.trainer.lora import Adapters
-from rollick.trainer.parallel.mesh import Rendezvous, join_process_group, leave_process_group
+from rollick.trainer.parallel.mesh import Rendezvous, join_process_group
 from rollick.trainer.strategy import (
     IsSharded,
     LossFn,
@@ -126,7 +126,6 @@ class LearnerWorker(TrainedWorker[TrainStrategy], PolicyRole):
     def close(self) -> None:
         super().close()
         self.sender.close()
-        leave_process_group()
 
 
 def train_on(

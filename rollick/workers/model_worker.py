@@ -13,6 +13,7 @@ import torch
 
 from rollick.cluster import machine
 from rollick.cluster.worker import HostContext
+from rollick.trainer.parallel.mesh import leave_process_group
 from rollick.trainer.snapshot import (
     SnapshotBytes,
     SnapshotMemory,
@@ -73,6 +74,9 @@ class MeteredWorker:
     def peak_memory(self) -> int:
         return self.meter.peak()
 
+    async def machine_id(self) -> str:
+        return machine.machine_id()
+
 
 class StrategyWorker(MeteredWorker, Generic[Sleeper]):
     """A worker whose model belongs to a training strategy."""
@@ -86,6 +90,9 @@ class StrategyWorker(MeteredWorker, Generic[Sleeper]):
 
     def wake(self) -> None:
         self.strategy.wake()
+
+    def close(self) -> None:
+        leave_process_group()
 
 
 class _CanTrain(_CanSleep, Protocol):
@@ -123,9 +130,6 @@ class TrainedWorker(StrategyWorker[Trainer]):
         memory = next(memory for memory in self.memories.values() if memory.path == path)
         return memory.read(offset, size)
 
-    async def machine_id(self) -> str:
-        return machine.machine_id()
-
     async def receive_snapshot_part(self, name: str, offset: int, part: SnapshotBytes) -> str:
         memory = self._memory(name)
         memory.write(offset, part)
@@ -156,6 +160,7 @@ class TrainedWorker(StrategyWorker[Trainer]):
     def close(self) -> None:
         self.snapshots.close()
         self._close_memories()
+        super().close()
 
 
 Arguments = ParamSpec("Arguments")

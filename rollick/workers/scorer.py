@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from rollick.cluster.worker import HostContext
 from rollick.config.schema import ModelConfig, Recipe, teacher_of
+from rollick.config.schema.train import RewardModelConfig
 from rollick.data.batch import Batch, TopTokens
-from rollick.errors import ConfigError, ModelError
+from rollick.errors import ConfigError
 from rollick.models.loading.load import load_config, load_tokenizer
 from rollick.roles.protocols import RewardModelRole, ScorerRole
+from rollick.trainer.fsdp import FsdpStrategy
 from rollick.trainer.local import LocalStrategy
-from rollick.trainer.reward_model import LocalRewardModel
-from rollick.types import FloatArray
+from rollick.trainer.parallel.mesh import Rendezvous, join_process_group
+from rollick.trainer.parallel.reward_model import ShardedRewardModel
+from rollick.trainer.reward_model import LocalRewardModel, no_score_head
+from rollick.types import FloatArray, RoleName
 from rollick.workers.model_worker import StrategyWorker, builds_worker
 
 
-class ScorerWorker(StrategyWorker[LocalStrategy], ScorerRole):
+class ScorerWorker(StrategyWorker[LocalStrategy | FsdpStrategy], ScorerRole):
     """The reference or the teacher role of a host. Its weights never change."""
 
-    def __init__(self, strategy: LocalStrategy, *, top_k: int = 0) -> None:
+    def __init__(self, strategy: LocalStrategy | FsdpStrategy, *, top_k: int = 0) -> None:
         super().__init__(strategy)
         self.top_k = top_k
 
@@ -31,40 +36,68 @@ class ScorerWorker(StrategyWorker[LocalStrategy], ScorerRole):
         return self.strategy.top_logprobs(batch, k=self.top_k)
 
 
-class RewardModelWorker(StrategyWorker[LocalRewardModel], RewardModelRole):
+class RewardModelWorker(StrategyWorker[LocalRewardModel | ShardedRewardModel], RewardModelRole):
     def scores(self, batch: Batch) -> FloatArray:
         return self.strategy.scores(batch)
 
 
 @builds_worker
 def create_reward_model(
-    context: HostContext, rank: int, recipe: Recipe, model: ModelConfig
+    context: HostContext,
+    rank: int,
+    recipe: Recipe,
+    model: RewardModelConfig,
+    rendezvous: Rendezvous | None = None,
 ) -> RewardModelWorker:
+    parallel = recipe.parallel_of("reward_model")
+    if rendezvous is not None and parallel is not None:
+        join_process_group(rendezvous, rank, device=context.device)
+        sharded = ShardedRewardModel(recipe, model, parallel, device=context.device)
+        return RewardModelWorker(sharded)
     strategy = LocalRewardModel(recipe, model, device=context.device, trainable=False)
     if strategy.has_new_head:
-        fix = "use a sequence classification model with one label"
-        raise ModelError(f"{model.path!r} is a language model: it has no scoring head", fix=fix)
+        raise no_score_head(model)
     return RewardModelWorker(strategy)
 
 
 @builds_worker
-def create(context: HostContext, rank: int, recipe: Recipe) -> ScorerWorker:
-    strategy = LocalStrategy(recipe, device=context.device, trainable=False)
-    return ScorerWorker(strategy)
+def create(
+    context: HostContext, rank: int, recipe: Recipe, rendezvous: Rendezvous | None = None
+) -> ScorerWorker:
+    """Build the reference; with a rendezvous, one rank of a sharded one."""
+    return ScorerWorker(_build_scorer(context, rank, recipe, "reference", rendezvous))
 
 
 @builds_worker
-def create_teacher(context: HostContext, rank: int, recipe: Recipe) -> ScorerWorker:
-    """Raises if the teacher's token ids differ from the policy's."""
+def create_teacher(
+    context: HostContext, rank: int, recipe: Recipe, rendezvous: Rendezvous | None = None
+) -> ScorerWorker:
+    """As `create`, for the teacher. Raises if its token ids differ from the policy's."""
     teacher = teacher_of(recipe)
     if teacher is None:
         message = "the algorithm needs a teacher, but the recipe has none"
         raise ConfigError(message, fix="set teacher.path")
-    vocabulary = common_vocabulary(recipe.model, teacher)
-    strategy = LocalStrategy(
-        recipe, device=context.device, trainable=False, model=teacher, vocabulary=vocabulary
-    )
+    model: dict[str, Any] = {
+        "model": teacher,
+        "vocabulary": common_vocabulary(recipe.model, teacher),
+    }
+    strategy = _build_scorer(context, rank, recipe, "teacher", rendezvous, **model)
     return ScorerWorker(strategy, top_k=teacher.top_k)
+
+
+def _build_scorer(
+    context: HostContext,
+    rank: int,
+    recipe: Recipe,
+    role: RoleName,
+    rendezvous: Rendezvous | None,
+    **model: Any,
+) -> LocalStrategy | FsdpStrategy:
+    parallel, device = recipe.parallel_of(role), context.device
+    if rendezvous is None or parallel is None:
+        return LocalStrategy(recipe, device=device, trainable=False, **model)
+    join_process_group(rendezvous, rank, device=device)
+    return FsdpStrategy(recipe, device=device, trainable=False, parallel=parallel, **model)
 
 
 def common_vocabulary(policy: ModelConfig, teacher: ModelConfig) -> int:

@@ -246,19 +246,23 @@ def test_the_description_shows_hosts_phases_and_timeline():
 def test_equal_hosts_and_ranks_share_a_line():
     text = describe_plan(
         make_recipe(
-            devices={"policy": "0-7", "generators": "0-7", "reference": "4-7"},
+            devices={"policy": "0-7", "generators": "4-7", "reference": "0-7"},
             algorithm={"kl": {"coefficient": 0.1}},
             train={"strategy": "fsdp"},
         )
     )
     assert text.splitlines()[:3] == [
         "host  device    roles",
-        "0-3   cuda:0-3  policy 0-3, generators 0-3",
-        "4-7   cuda:4-7  policy 4-7, generators 4-7, reference 0-3",
+        "0-3   cuda:0-3  policy 0-3, reference 0-3",
+        "4-7   cuda:4-7  policy 4-7, generators 0-3, reference 4-7",
     ]
-    assert "train     policy              generators 0-7  generators 0-7, reference 0-3" in text
-    tables = text[: text.index("learner ")].splitlines()
-    assert max(map(len, tables)) <= 80
+    assert "train     policy              generators 0-3  generators 0-3, reference 0-7" in text
+    hosts, phases, notes = (table.splitlines() for table in text.split("\n\n"))
+    assert max(map(len, hosts + phases)) <= 80
+    assert notes[:2] == [
+        "policy     8 ranks divide samples (data 8)",
+        "reference  8 ranks divide samples (data 8)",
+    ]
 
 
 def test_device_numbers_are_printed_as_ranges():
@@ -278,13 +282,13 @@ def test_the_description_lists_what_ranks_divide_and_the_sizes_that_the_model_al
         )
     )
     assert text.splitlines()[-4:-2] == [
-        "learner   8 ranks divide samples (data 2); the matrices of layers (tensor 2); experts, "
+        "policy    8 ranks divide samples (data 2); the matrices of layers (tensor 2); experts, "
         "with separate samples (expert 2)",
         "model     tensor may be 1, 2 or 4 (8 heads, 4 key-value heads, intermediate size 96); "
         "data and context any number; expert 1, 2, 3 or 6 (6 experts)",
     ]
     single_rank = describe_plan(make_recipe(devices={"policy": "0"}, train={"strategy": "fsdp"}))
-    assert "learner   1 rank, not sharded" in single_rank
+    assert "policy    1 rank, not sharded" in single_rank
 
 
 @pytest.mark.parametrize(

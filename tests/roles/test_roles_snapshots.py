@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +32,7 @@ from rollick.trainer.snapshot import SnapshotMemory, SnapshotRecord
 from rollick.types import Fingerprint, RoleName
 
 BATCH = random_batch([5, 6])
+BATCH = replace(BATCH, values_N=BATCH.advantages_N, returns_N=BATCH.advantages_N)
 TRAINED: tuple[RoleName, ...] = ("policy", "critic")
 
 
@@ -116,7 +117,10 @@ def open_run(tmp_path: Path) -> OpenRun:
     @asynccontextmanager
     async def enter_run(restarts: int = 3, policy: str = "cpu:0") -> AsyncGenerator[Run]:
         LEARNERS.clear()
-        devices = DeviceMap({"policy": parse_devices(policy), "critic": parse_devices("cpu:2")})
+        devices = DeviceMap(
+            {"policy": parse_devices(policy), "critic": parse_devices("cpu:2")},
+            sharded=frozenset({"policy"}),
+        )
         specs = [RoleSpec(role, f"{__name__}:create", (role,)) for role in TRAINED]
         cluster = ClusterConfig(backend="inline")
         async with open_group(devices, specs, cluster=cluster, threads=1) as group:

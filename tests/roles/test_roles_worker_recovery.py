@@ -22,7 +22,7 @@ PEER_GONE = WorkerError("connection closed by peer")
 class FakePolicy:
     """Rank 0 responds; rank 1 hangs, or was stopped by a signal."""
 
-    ranks = 2
+    ranks, is_sharded = 2, True
 
     def __init__(self, *, stopped: bool) -> None:
         self.stopped = stopped
@@ -41,7 +41,8 @@ async def test_a_rank_that_hangs_for_its_peers_failed_in_their_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool, failed_at: float
 ) -> None:
     monkeypatch.setattr(worker_recovery, "PING_TIMEOUT_S", 0.05)
-    roles: Any = SimpleNamespace(group=None, policy=FakePolicy(stopped=stopped))
+    policy = FakePolicy(stopped=stopped)
+    roles: Any = SimpleNamespace(group=None, handle=lambda role: policy)
     account = TimeAccount.open(tmp_path, resume=False)
     faults = FaultLog(tmp_path)
     recovery = WorkerRecovery(roles, lambda devices: [], faults=faults, goodput=account, restarts=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -93,3 +94,43 @@ async def test_a_slow_rank_is_named_within_ten_steps_and_gets_less_work(
     usual, slow = run.roles.policy.batch_split.speeds
     assert usual == 1.0
     assert slow < 0.55
+
+
+ALL_SHARDED = (
+    "cluster.backend=ray",
+    "algorithm=ppo",
+    "algorithm.kl={coefficient: 0.1}",
+    "rollout.drop_no_signal=false",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_with_all_models_on_two_ranks_is_that_on_one(run_toy: Callable[..., RunResult]):
+    """PPO with a critic and a reference, which share the policy's ranks."""
+    alone = run_toy(*ALL_SHARDED, name="alone", steps=2)
+    sharded = run_toy(*ALL_SHARDED, *SHARDED, "checkpoint.every=1", name="sharded", steps=2)
+    for name in ("train/loss", "critic/loss", "critic/explained_variance"):
+        first = read_column(alone.folder, name)[0]
+        assert read_column(sharded.folder, name)[0] == pytest.approx(first, abs=1e-4), name
+    resumed = run_toy(*ALL_SHARDED, *SHARDED, name="sharded", steps=3, resume=True)
+    assert resumed.step == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_a_critic_on_two_ranks_of_its_own_survives_the_loss_of_one(
+    toy: Callable[..., LoadedRecipe],
+) -> None:
+    critic = ("critic.parallel={data: 2}", "devices.critic=cpu:1-2", "cluster.restarts=1")
+    loaded = toy(*ALL_SHARDED, *critic, steps=3)
+    async with open_run(loaded) as run, open_rl(run) as pipeline:
+        await pipeline.step()
+        run.recovery.finish_step()
+        await run.recovery.settle()
+        os.kill(run.roles.critic.group.worker_processes()["critic 1"], signal.SIGKILL)
+        result = await RunLoop(run, pipeline).run()
+    assert result.step == 3
+    faults = [fault for fault in read_faults(result.folder) if fault.role == "critic"]
+    assert len(faults) == 1
+    assert faults[0].rejoined_at is not None

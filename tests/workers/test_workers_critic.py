@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from dataclasses import replace
@@ -14,20 +15,24 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollick.algorithms.losses import ValueInputs
-from rollick.cluster.devices import HostSpec
+from rollick.algorithms.value_targets import explained_variance, select_value_tokens
+from rollick.cluster.devices import DeviceMap, HostSpec
 from rollick.cluster.worker import HostContext
 from rollick.config.devices import parse_devices
 from rollick.config.schema import Recipe
 from rollick.data.batch import Batch, TokenValues
 from rollick.errors import ConfigError, ModelError
 from rollick.observe.metric_table import is_documented
+from rollick.roles.handles import Critic
+from rollick.roles.reports import CriticReport
 from rollick.testing.batches import random_batch, recipe_of
 from rollick.testing.tiny import save_tiny, tiny_model
 from rollick.trainer.critic import LocalCritic
+from rollick.trainer.parallel.shares import BatchSplit
 from rollick.trainer.strategy import LossReport, OptimReport, ValueLossFn
 from rollick.workers import critic as critic_module
 from rollick.workers import scorer as scorer_module
-from rollick.workers.critic import CriticWorker, explained_variance, select_value_tokens
+from rollick.workers.critic import CriticWorker
 
 torch.set_num_threads(1)
 
@@ -81,13 +86,35 @@ def add_value_targets(batch: Batch, *, returns: float = 0.0) -> Batch:
     return replace(batch, values_N=ones_N, returns_N=returns * ones_N)
 
 
+class OneWorkerGroup:
+    """A group whose only worker is in this process."""
+
+    def __init__(self, worker: CriticWorker) -> None:
+        self.worker = worker
+        self.device_map = DeviceMap({"critic": parse_devices("cpu")})
+
+    def collective(self, role: str) -> asyncio.Lock:
+        return asyncio.Lock()
+
+    async def scatter(self, role: str, method: str, parts: list[Any], *args: Any) -> list[Any]:
+        return [getattr(self.worker, method)(part, *args) for part in parts]
+
+
+def train_critic(worker: CriticWorker, batch: Batch) -> CriticReport:
+    """Train the worker through the role's handle."""
+    group: Any = OneWorkerGroup(worker)
+    handle = Critic(group, "critic", batch_split=BatchSplit.of(worker.recipe, role="critic"))
+    handle.value_components = worker.recipe.value_components
+    return asyncio.run(handle.train(batch))
+
+
 def make_ppo_recipe(folder: Path, **sections: dict[str, Any]) -> Recipe:
     return recipe_of(folder, algorithm={"preset": "ppo"}, **sections)
 
 
 def test_every_trained_token_counts_the_same_over_the_full_batch(tiny_folder: Path):
     strategy, batch = FakeCritic(), add_value_targets(random_batch([5, 6, 7]))
-    report = CriticWorker(strategy, make_ppo_recipe(tiny_folder)).train(batch)
+    report = train_critic(CriticWorker(strategy, make_ppo_recipe(tiny_folder)), batch)
     (part,) = strategy.parts
     assert set(part.weights_N[part.loss_mask_N]) == {1 / 12}
     assert not part.weights_N[~part.loss_mask_N].any()
@@ -100,7 +127,7 @@ def test_every_trained_token_counts_the_same_over_the_full_batch(tiny_folder: Pa
 def test_mini_batches_and_epochs_are_those_of_the_policy(tiny_folder: Path):
     strategy, batch = FakeCritic(), add_value_targets(random_batch([5, 5, 5, 5]))
     recipe = make_ppo_recipe(tiny_folder, train={"minibatches": 2, "epochs": 2})
-    report = CriticWorker(strategy, recipe).train(batch)
+    report = train_critic(CriticWorker(strategy, recipe), batch)
     assert [part.uids for part in strategy.parts] == [batch.uids[0::2], batch.uids[1::2]] * 2
     assert [part.weights_N.sum() for part in strategy.parts] == pytest.approx([1] * 4)
     assert report.train is not None
@@ -109,9 +136,8 @@ def test_mini_batches_and_epochs_are_those_of_the_policy(tiny_folder: Path):
 
 
 def test_a_batch_whose_only_step_was_skipped_changed_nothing(tiny_folder: Path):
-    report = CriticWorker(FakeCritic(), make_ppo_recipe(tiny_folder)).train(
-        add_value_targets(random_batch([5]))
-    )
+    worker = CriticWorker(FakeCritic(), make_ppo_recipe(tiny_folder))
+    report = train_critic(worker, add_value_targets(random_batch([5])))
     assert not report.changed
 
 
@@ -121,7 +147,7 @@ def test_only_tokens_of_algorithms_with_values_are_learned_from(tiny_folder: Pat
     batch = add_value_targets(random_batch([5, 6, 7]))
     component_N = np.repeat(np.array([0, 1, 0], np.int8), batch.lengths_B)
     strategy = FakeCritic()
-    CriticWorker(strategy, recipe).train(replace(batch, component_N=component_N))
+    train_critic(CriticWorker(strategy, recipe), replace(batch, component_N=component_N))
     (part,) = strategy.parts
     assert part.uids == (batch.uids[0], batch.uids[2])
     assert part.weights_N.sum() == pytest.approx(1)
@@ -131,9 +157,8 @@ def test_only_tokens_of_algorithms_with_values_are_learned_from(tiny_folder: Pat
 def test_a_batch_without_such_tokens_trains_nothing_and_is_no_skip(tiny_folder: Path):
     batch = add_value_targets(random_batch([5, 6]))
     strategy = FakeCritic()
-    report = CriticWorker(strategy, recipe_of(tiny_folder, data=TWO_ALGORITHMS)).train(
-        replace(batch, component_N=np.ones(batch.tokens, np.int8))
-    )
+    worker = CriticWorker(strategy, recipe_of(tiny_folder, data=TWO_ALGORITHMS))
+    report = train_critic(worker, replace(batch, component_N=np.ones(batch.tokens, np.int8)))
     assert strategy.parts == []
     assert (report.train, report.changed, report.metrics()) == (None, True, {})
 
@@ -141,7 +166,7 @@ def test_a_batch_without_such_tokens_trains_nothing_and_is_no_skip(tiny_folder: 
 def test_a_batch_without_returns_is_refused(tiny_folder: Path):
     worker = CriticWorker(FakeCritic(), make_ppo_recipe(tiny_folder))
     with pytest.raises(ConfigError, match="old values and returns"):
-        worker.train(random_batch([5]))
+        train_critic(worker, random_batch([5]))
 
 
 def test_samples_without_a_token_of_theirs_are_left_out():
@@ -179,7 +204,8 @@ def test_a_real_critic_learns_its_returns_and_every_metric_is_documented(tiny_fo
     explained: list[float] = []
     for _ in range(12):
         values_N = worker.values(batch).values_N
-        report = worker.train(replace(batch, values_N=values_N, returns_N=returns_N))
+        targets = replace(batch, values_N=values_N, returns_N=returns_N)
+        report = train_critic(worker, targets)
         explained.append(report.explained_variance)
     assert abs(explained[0]) < 0.1
     assert explained[-1] > 0.8

@@ -3,13 +3,17 @@ of strategy fsdp split the batch and the model, and adapters."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 from rollick.config.devices import Device, parse_devices
 from rollick.config.model_sizes import ModelSizes, list_divisors
 from rollick.config.names import NAMES
 from rollick.config.rules.context import Context, Problems, rule
+from rollick.config.schema import ParallelConfig, model_of
 from rollick.config.schema.section import CustomPart
 from rollick.errors import ConfigError
-from rollick.types import ROLES
+from rollick.types import ROLES, SHARDABLE_ROLES, RoleName
 
 SEPARATE_DEVICES = "give the generators separate devices, or use infer.engine=native"
 
@@ -39,9 +43,9 @@ def _check_devices(context: Context, role: str, devices: tuple[Device, ...]) -> 
         return
     first = devices[0]
     fix = f"use one, such as {first if first.kind == 'cpu' else first.index}"
-    if role == "critic":
-        message = f"a critic trains on one device, but {len(devices)} are set"
-        yield context.problem(path, message, fix)
+    if role == "critic" and recipe.parallel_of("critic") is None:
+        message = f"a critic that is not sharded trains on one device, but {len(devices)} are set"
+        yield context.problem(path, message, f"{fix}, or set critic.parallel")
     elif role == "policy" and recipe.train.strategy == "local":
         message = f"strategy local trains on one device, but {len(devices)} are set"
         yield context.problem(path, message, f"{fix}, or train.strategy=fsdp")
@@ -138,32 +142,63 @@ def _check_vllm_options(context: Context) -> Problems:
         yield context.problem("infer.vllm.tensor_parallel", message, fix)
 
 
-@rule("train.parallel", "train.strategy", "devices")
+SHARDING = ("train.parallel", "train.strategy", "devices", "critic", "teacher", "reward_model")
+"""The settings that say how the models of roles are sharded."""
+
+
+class _ShardedRole(NamedTuple):
+    """A role whose model is divided over its devices, and the key of the setting that says how."""
+
+    role: RoleName
+    key: str
+    parallel: ParallelConfig
+    devices: tuple[Device, ...]
+
+
+def _sharded_roles(context: Context) -> Iterator[_ShardedRole]:
+    """The policy with strategy fsdp, and roles with devices or a sharding of their own. Strategies
+    of other packages check themselves."""
+    recipe = context.recipe
+    if recipe.train.strategy == "fsdp":
+        policy = context.devices("policy")
+        yield _ShardedRole("policy", "train.parallel", recipe.train.parallel, policy)
+    for role in SHARDABLE_ROLES:
+        own, parallel = recipe.own_parallel_of(role), recipe.parallel_of(role)
+        devices = context.devices(role) or (context.devices("policy") if own else ())
+        if parallel is not None and (own is not None or len(devices) > 1):
+            key = "train.parallel" if own is None else f"{role}.parallel"
+            yield _ShardedRole(role, key, parallel, devices)
+
+
+@rule(*SHARDING)
 def _check_rank_count(context: Context) -> Problems:
-    train, policy = context.recipe.train, context.devices("policy")
-    if train.strategy != "fsdp" or not policy:
-        return
-    parallel, ranks, non_data = train.parallel, len(policy), train.parallel.non_data_ranks
-    product = parallel.data_of(ranks) * non_data
-    if product == ranks:
-        return
-    if ranks % non_data == 0:
-        fix = f"use data={ranks // non_data}, or give devices.policy {product} devices"
-    else:
-        fix = f"give devices.policy a multiple of {non_data} devices, or lower a factor"
-    factors = f"data {parallel.data or '(the rest)'}, tensor {parallel.tensor}, "
-    factors += f"context {parallel.context}, expert {parallel.expert}"
-    message = f"the product of {factors} is not the {ranks} ranks of devices.policy"
-    yield context.problem("train.parallel", message, fix)
+    for role, key, parallel, devices in _sharded_roles(context):
+        ranks, non_data = len(devices), parallel.non_data_ranks
+        product = parallel.data_of(ranks) * non_data
+        if product == ranks or not ranks:
+            continue
+        if ranks % non_data == 0:
+            fix = f"use data={ranks // non_data}, or give devices.{role} {product} devices"
+        else:
+            fix = f"give devices.{role} a multiple of {non_data} devices, or lower a factor"
+        factors = f"data {parallel.data or '(the rest)'}, tensor {parallel.tensor}, "
+        factors += f"context {parallel.context}, expert {parallel.expert}"
+        message = f"the product of {factors} is not the {ranks} ranks of devices.{role}"
+        yield context.problem(key, message, fix)
 
 
-@rule("train.parallel", "train.strategy", "model.path")
+@rule(*SHARDING, "model.path")
 def _check_model_divisibility(context: Context) -> Problems:
-    train = context.recipe.train
-    sizes = ModelSizes.read(context.recipe.model.path)
-    if train.strategy != "fsdp" or sizes is None:
-        return
-    tensor, expert = train.parallel.tensor, train.parallel.expert
+    for role, key, parallel, _ in _sharded_roles(context):
+        sizes = ModelSizes.read(model_of(context.recipe, role).path)
+        if sizes is not None:
+            yield from _check_divisors(context, key, parallel, sizes)
+
+
+def _check_divisors(
+    context: Context, key: str, parallel: ParallelConfig, sizes: ModelSizes
+) -> Problems:
+    tensor, expert = parallel.tensor, parallel.expert
     names = ("attention heads", "key-value heads", "intermediate size")
     tensor_sizes = (sizes.heads, sizes.kv_heads, sizes.intermediate)
     for name, size in zip(names, tensor_sizes, strict=True):
@@ -171,53 +206,57 @@ def _check_model_divisibility(context: Context) -> Problems:
             message = f"{tensor} does not divide the model's {name} of {size}"
             fix = f"use {list_divisors(sizes.tensor_divisible)}, or shard with data or context, "
             fix += "which need not divide it"
-            yield context.problem("train.parallel.tensor", message, fix)
+            yield context.problem(f"{key}.tensor", message, fix)
             break
     if expert > 1 and not sizes.experts:
         message = f"{expert} ranks have no experts to split: the model is not a mixture of experts"
-        yield context.problem("train.parallel.expert", message, "use 1, and data for more ranks")
+        yield context.problem(f"{key}.expert", message, "use 1, and data for more ranks")
     elif sizes.experts % expert:
         message = f"{expert} does not divide the model's {sizes.experts} experts"
         fix = f"use {list_divisors(sizes.experts)}, and data for more ranks"
-        yield context.problem("train.parallel.expert", message, fix)
+        yield context.problem(f"{key}.expert", message, fix)
 
 
-@rule("train.strategy", "run.deterministic", "infer.zero_mismatch")
-def _check_fsdp_determinism(context: Context) -> Problems:
-    recipe = context.recipe
-    if recipe.train.strategy != "fsdp":
+@rule(*SHARDING)
+def _check_sharded_devices(context: Context) -> Problems:
+    """The ranks of a process form one process group, whatever their role."""
+    sharded = list(_sharded_roles(context))
+    for index, later in enumerate(sharded):
+        for earlier in sharded[:index]:
+            devices = later.devices
+            if devices != earlier.devices and set(devices) & set(earlier.devices):
+                message = f"shares some devices with the {earlier.role}, and both are sharded"
+                fix = f"use those of the {earlier.role} in the same order, or none of them"
+                yield context.problem(f"devices.{later.role}", message, fix)
+                break
+
+
+@rule(*SHARDING, "run.deterministic", "infer.zero_mismatch")
+def _check_sharding_determinism(context: Context) -> Problems:
+    recipe, roles = context.recipe, [sharded.role for sharded in _sharded_roles(context)]
+    if not roles:
         return
-    reason = "strategy fsdp sums over ranks in no fixed order, so it cannot guarantee this"
-    fix = "use train.strategy=local, or remove it"
+    reason = f"the {roles[0]} is sharded, and ranks sum in no fixed order"
+    fix = "do not shard it, or remove this"
     if recipe.run.deterministic:
         yield context.problem("run.deterministic", reason, fix)
-    if recipe.infer.zero_mismatch:
+    if recipe.infer.zero_mismatch and "policy" in roles:
         yield context.problem("infer.zero_mismatch", reason, fix)
 
 
-@rule("train.strategy", "train.parallel", "devices", "cluster.backend", "weights.channel")
-def _check_fsdp_backend_and_channel(context: Context) -> Problems:
-    recipe, policy = context.recipe, context.devices("policy")
-    if recipe.train.strategy != "fsdp" or len(policy) <= 1:
-        return
-    if recipe.cluster.backend == "inline":
-        message = f"the {len(policy)} ranks of devices.policy need one process each"
-        fix = "use cluster.backend=ray, or one device"
-        yield context.problem("cluster.backend", message, fix)
-    if recipe.weights.channel == "cuda_ipc":
+@rule(*SHARDING, "cluster.backend", "weights.channel")
+def _check_sharding_backend_and_channel(context: Context) -> Problems:
+    recipe = context.recipe
+    for role, _, _, devices in _sharded_roles(context):
+        ranks = len(devices)
+        if ranks > 1 and recipe.cluster.backend == "inline":
+            message = f"the {ranks} ranks of devices.{role} need one process each"
+            fix = "use cluster.backend=ray, or one device"
+            yield context.problem("cluster.backend", message, fix)
+            break
+    if len(context.devices("policy")) > 1 and recipe.weights.channel == "cuda_ipc":
         message = "cuda_ipc maps full weights, and no rank of a sharded learner has them"
         yield context.problem("weights.channel", message, "use auto")
-
-
-@rule("train.strategy", "devices", "pipeline", "algorithm", "data.domains")
-def _check_critic_device(context: Context) -> Problems:
-    """A critic is not sharded, and its default devices are those of the policy."""
-    recipe, policy = context.recipe, context.devices("policy")
-    if recipe.train.strategy == "local" or recipe.devices.of("critic") is not None:
-        return
-    if recipe.needs("values") and len(policy) > 1:
-        message = f"a critic trains on one device, and the policy's {len(policy)} are its default"
-        yield context.problem("devices.critic", message, f"give it one, such as {policy[0]}")
 
 
 @rule("train.lora", "train.strategy", "infer.zero_mismatch")

@@ -32,6 +32,7 @@ from rollick.config.schema.recipe import RlRecipe as RlRecipe
 from rollick.config.schema.recipe import RlvrRecipe as RlvrRecipe
 from rollick.config.schema.recipe import SftRecipe as SftRecipe
 from rollick.config.schema.recipe import SupervisedRecipe as SupervisedRecipe
+from rollick.config.schema.recipe import model_of as model_of
 from rollick.config.schema.recipe import parse_recipe as parse_recipe
 from rollick.config.schema.recipe import recipe_type as recipe_type
 from rollick.config.schema.recipe import rl_recipe as rl_recipe

@@ -54,13 +54,14 @@ from rollick.config.schema.train import (
     CriticConfig,
     JudgeConfig,
     ModelConfig,
+    ParallelConfig,
     RewardModelConfig,
     SupervisedTrainConfig,
     TeacherConfig,
     TrainConfig,
 )
 from rollick.errors import ConfigError
-from rollick.types import Sampling
+from rollick.types import RoleName, Sampling
 
 _PICKLABLE = (
     *(RlDataConfig[RlvrDomain], RlDataConfig[AgenticDomain], DataConfig[TrainingDomain]),
@@ -147,9 +148,35 @@ class Recipe(Section, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
         return any(not (is_trained_policy and reader.old_only_in_loss) for reader in readers)
 
     @property
+    def value_components(self) -> tuple[int, ...]:
+        """Indices of the algorithms that read values."""
+        algorithms = enumerate(self.algorithms)
+        return tuple(index for index, each in algorithms if "values" in each.needs)
+
+    @property
     def policy_is_reference(self) -> bool:
         """Whether the policy without its adapters gives the reference's log-probs."""
         return self.train.lora is not None and self.devices.of("reference") is None
+
+    def parallel_of(self, role: RoleName) -> ParallelConfig | None:
+        """How the devices of a model's role divide it, if it has several; None: each has a copy."""
+        if role == "policy":
+            return None if self.train.strategy == "local" else self.train.parallel
+        inherited = None
+        if self.train.strategy == "fsdp":
+            inherited = self.train.parallel.model_copy(update={"data": 0})
+        return self.own_parallel_of(role) or inherited
+
+    def own_parallel_of(self, role: RoleName) -> ParallelConfig | None:
+        """`parallel` in the section of a role."""
+        critic = self.critic if isinstance(self, RlRecipe) else None
+        sections: dict[RoleName, CriticConfig | TeacherConfig | RewardModelConfig | None] = {
+            "critic": critic,
+            "teacher": teacher_of(self),
+            "reward_model": self.reward_model,
+        }
+        section = sections.get(role)
+        return None if section is None else section.parallel
 
     @property
     def uses_judge(self) -> bool:
@@ -346,6 +373,18 @@ def rl_recipe(recipe: Recipe) -> RlRecipe:
         fix = "use a recipe of pipeline rlvr or agentic"
         raise ConfigError(f"pipeline {recipe.pipeline} does not sample", fix=fix)
     return recipe
+
+
+def model_of(recipe: Recipe, role: RoleName) -> ModelConfig:
+    """The model of a role; that of the policy unless the role has its own."""
+    critic = recipe.critic.model if isinstance(recipe, RlRecipe) else None
+    others: dict[RoleName, ModelConfig | None] = {
+        "critic": critic,
+        "teacher": teacher_of(recipe),
+        "reward_model": recipe.reward_model,
+        "judge": recipe.judge,
+    }
+    return others.get(role) or recipe.model
 
 
 def teacher_of(recipe: Recipe) -> TeacherConfig | None:

@@ -38,10 +38,10 @@ class ScheduleConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the ranks of strategy fsdp divide the work; their number is the product of the sizes."""
+    """How ranks divide a model and its batches; their number is the product of the sizes."""
 
     data: NonNegative = 0
-    """Data-parallel groups of ranks; 0: as many as the policy's devices allow.
+    """Data-parallel groups of ranks; 0: as many as the role's devices allow.
     Parameters are sharded over data, context and expert together."""
     tensor: Positive = 1
     """Ranks that split the matrices of each layer; must divide the key-value heads."""
@@ -166,6 +166,9 @@ class CriticConfig(Section):
     """Its loss per token."""
     warmup_steps: NonNegative = 0
     """Steps at the start in which only the critic trains."""
+    parallel: ParallelConfig | None = None
+    """How its devices divide it; not set: as those of the policy with train.strategy=fsdp, else
+    it has one device."""
 
     @property
     def peak_lr(self) -> float:
@@ -177,6 +180,9 @@ class TeacherConfig(ModelConfig):
 
     top_k: Positive = 32
     """Number of the teacher's most likely tokens that the loss distillation reads."""
+    parallel: ParallelConfig | None = None
+    """How its devices divide it; not set: as those of the policy with train.strategy=fsdp, else
+    each device has a copy."""
 
 
 class JudgeConfig(ModelConfig):
@@ -198,3 +204,6 @@ class RewardModelConfig(ModelConfig):
     """Maximum samples that are scored together."""
     max_length: Positive = 4096
     """Longest prompt and answer, in tokens; scoring a longer one fails."""
+    parallel: ParallelConfig | None = None
+    """How its devices divide it; not set: as those of the policy with train.strategy=fsdp, else
+    each device has a copy."""

@@ -115,14 +115,20 @@ def resolve_dtype(config: ModelConfig, device: str) -> torch.dtype:
     return DTYPES[config.dtype]
 
 
-def empty_model(config: ModelConfig | PretrainedConfig, *, attention: str) -> nn.Module:
-    """The module tree without memory (meta device); fill it with `share_parameters`."""
+def empty_model(
+    config: ModelConfig | PretrainedConfig, *, attention: str, with_score_head: bool = False
+) -> nn.Module:
+    """The module tree without memory (meta device); fill it with `share_parameters`.
+    `with_score_head`: the tree of `load_score_model`."""
     trust = config.trust_remote_code if isinstance(config, ModelConfig) else False
     # A copy: the attention is written into the configuration, which may be a learner's.
     loaded = load_config(config) if isinstance(config, ModelConfig) else copy.deepcopy(config)
     path = config.path if isinstance(config, ModelConfig) else str(config.name_or_path)
+    auto_class: Any = AutoModelForCausalLM
+    if with_score_head:
+        auto_class, loaded.num_labels = AutoModelForSequenceClassification, 1
     with silence_transformers(), _raise_model_error(path), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        model = auto_class.from_config(
             loaded, attn_implementation=attention, trust_remote_code=trust
         )
     return _train_pad_token(model).eval()

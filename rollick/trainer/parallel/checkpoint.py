@@ -50,10 +50,13 @@ MASTER_PREFIX = "master."
 """Comes before the parameter's public name in the name of its master."""
 
 
-def save_state(path: Path, tensors: Mapping[str, Tensor], *, steps: int) -> None:
-    """Write the state. A collective: all ranks must call it."""
+def save_state(
+    path: Path, tensors: Mapping[str, Tensor], *, steps: int, random_state: bool = True
+) -> None:
+    """Write the state, with that of torch's random numbers if `random_state`. A collective: all
+    ranks must call it."""
     path.mkdir(parents=True, exist_ok=True)
-    rng_state = {f"rng.{dist.get_rank()}": torch.get_rng_state()}
+    rng_state = {f"rng.{dist.get_rank()}": torch.get_rng_state()} if random_state else {}
     dcp.save({**tensors, **rng_state}, storage_writer=FileSystemWriter(path / FOLDER))
     if dist.get_rank() == 0:
         _write_counters(path, steps)
@@ -152,8 +155,9 @@ def load_snapshots(states: Sequence[TrainState], tensors: Mapping[str, Tensor]) 
         target = local_tensor(tensor)
         for state in states:
             _copy_overlap(state.tensors[name], state.shards.get(name), target, shards.get(name))
-    if dist.get_rank() < len(states):
-        torch.set_rng_state(states[dist.get_rank()].tensors["rng.cpu"])
+    rank = dist.get_rank()
+    if rank < len(states) and "rng.cpu" in states[rank].tensors:
+        torch.set_rng_state(states[rank].tensors["rng.cpu"])
     return states[0].steps
 
 

@@ -1,9 +1,10 @@
-"""One rank's share of a pack: its rows, and the output head for its share of the trained tokens.
+"""One rank's share of a pack: its rows, and the head for its share of the selected rows.
 
-    PackedBatch -- share_pack --> PackShare -- RankForward --> log-probs of the trained tokens
+    PackedBatch -- share_pack --> PackShare -- RankForward --> results of the selected rows
 
-Rows are divided over the `context` ranks. The trained tokens of a context rank are divided over its
-`tensor` ranks, so that no logits are computed twice. All these ranks gather the results.
+Rows are divided over the `context` ranks. A head needs only some rows: those that predict trained
+tokens, or the last row of each sample. The selected rows of a context rank are divided over its
+`tensor` ranks, so that no head is computed twice. All these ranks gather the results.
 
 A cut between `context` ranks may go through a sample. The piece after it is then a segment that
 continues the piece before it, which attention over packs supports (models/attention/varlen.py). In
@@ -13,7 +14,7 @@ own rows. Cuts divide the cost equally; a row that attends to more rows costs mo
     pack     p q r s t u | v w        (two samples)
     rank 0   p q r s                  rank 1   t u (continues p q r s) | v w
 
-Legend: N rows of a pack, n those on this rank, T trained tokens, t those whose head is computed
+Legend: N rows of a pack, n those on this rank, R selected rows, r those whose head is computed
 here, K top tokens of the teacher, D hidden size.
 """
 
@@ -35,12 +36,39 @@ from torch.distributed import ProcessGroup
 from rollick.data.batch import Batch
 from rollick.models.attention.varlen import ROOT, ContextShard, PackedLayout, plan_calls
 from rollick.models.decoder.training import run_decoder
-from rollick.models.head.logprobs import chosen_logprobs, output_head, token_logprobs
+from rollick.models.head.logprobs import (
+    OutputHead,
+    chosen_logprobs,
+    output_head,
+    token_logprobs,
+    top_logprobs,
+)
 from rollick.trainer.microbatch import PackedBatch
 from rollick.trainer.parallel.collectives import gather_rows, shared_input
 from rollick.trainer.parallel.mesh import Grid
 from rollick.trainer.parallel.shares import RowCost
+from rollick.trainer.reward_model import compute_scores
 from rollick.trainer.token_loss import RouterLog
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowShare:
+    """The selected rows of a pack that this rank computes the head for."""
+
+    local_n: Tensor
+    """All selected rows on this rank; repeated if a row is selected several times."""
+    rows_r: Tensor
+    """Those of `local_n` for which this rank computes the head."""
+    selected_r: Tensor | None
+    """Their indices in the selection; None if this rank computes all of it."""
+    sizes: tuple[int, ...]
+    """r of each rank that computes a share of this pack."""
+    inverse_R: Tensor | None
+    """Reorders the gathered results of these ranks by selected row."""
+
+    def take(self, values_R: Tensor) -> Tensor:
+        """The values of the rows of this rank."""
+        return values_R if self.selected_r is None else values_R[self.selected_r]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,105 +77,157 @@ class PackShare:
 
     token_ids_n: Tensor
     layout: PackedLayout
-    trained_n: Tensor
-    """Rows on this rank that predict a trained token; repeated if a row predicts several."""
-    rows_t: Tensor
-    """Those of `trained_n` for which this rank computes the output head."""
-    targets_t: Tensor
-    temperature_t: Tensor
-    teacher_ids_tK: Tensor | None
+    trained: RowShare
+    """The rows that predict a trained token."""
+    last: RowShare
+    """The last row of each sample."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenTargets:
+    """The arguments of the output head for the trained tokens of this rank."""
+
+    targets_r: Tensor
+    temperature_r: Tensor
+    teacher_ids_rK: Tensor | None
     """The teacher's top-K token ids."""
-    sizes: tuple[int, ...]
-    """t of each rank that computes a share of this pack."""
-    inverse_T: Tensor | None
-    """Reorders the gathered results of these ranks by trained token."""
+    entropy_in_loss: bool
+
+    @classmethod
+    def of(cls, packed: PackedBatch, microbatch: Batch, trained: RowShare) -> TokenTargets:
+        teacher_ids_rK = None
+        if microbatch.teacher_ids_NK is not None:
+            ids = np.asarray(microbatch.teacher_ids_NK[packed.indices_T], np.int64)
+            teacher_ids_rK = trained.take(torch.as_tensor(ids).to(packed.rows_T.device))
+        return cls(
+            targets_r=trained.take(packed.targets_T),
+            temperature_r=trained.take(packed.temperature_T),
+            teacher_ids_rK=teacher_ids_rK,
+            entropy_in_loss=microbatch.entropy_weights_N is not None,
+        )
 
 
 class RankForward(nn.Module):
-    """The model and its output head as one call, so that FSDP shards all of it."""
+    """A model and its head as one call, so that FSDP shards all of it. Subclasses add the head."""
 
-    def __init__(self, model: nn.Module, grid: Grid, *, chunk: int, routers: bool) -> None:
+    def __init__(self, model: nn.Module, grid: Grid) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model
         self.grid = grid
-        self.chunk = chunk
-        self.router_log = RouterLog(model) if routers else None
 
-    def forward(self, share: PackShare, entropy_in_loss: bool) -> tuple[Tensor | None, ...]:
-        """(log-probs, entropy, student, expert counts, expert sums); the last three may be None."""
-        hidden_nD = self._compute_hidden(share)
-        routing = None if self.router_log is None else self.router_log.of_rows(share.trained_n)
+    def compute_hidden(self, share: PackShare) -> Tensor:
+        """The hidden states of this rank's rows."""
+        hidden_nD = run_decoder(self.model.base_model, share.token_ids_n, share.layout)
         if self.grid.shape.tensor > 1:
             hidden_nD = shared_input(hidden_nD, self.grid.tensors.get_group())
-        options: dict[str, Any] = {"head": output_head(self.model), "chunk": self.chunk}
-        rows_tD = hidden_nD.index_select(0, share.rows_t)
-        logprobs_t, entropy_t = token_logprobs(
-            rows_tD, targets_T=share.targets_t, temperature_T=share.temperature_t, **options
-        )
-        student_tK = None
-        if share.teacher_ids_tK is not None:
-            student_tK = chosen_logprobs(
-                rows_tD, ids_TK=share.teacher_ids_tK, temperature_T=share.temperature_t, **options
-            )
-        entropy_t = entropy_t if entropy_in_loss else entropy_t.detach()
-        gathered = (self._gather(values, share) for values in (logprobs_t, entropy_t, student_tK))
-        return *gathered, *(routing or (None, None))
+        return hidden_nD
 
-    def _compute_hidden(self, share: PackShare) -> Tensor:
+    def gather(self, values_r: Tensor, rows: RowShare) -> Tensor:
+        """The values of all selected rows of the pack, on each of its ranks."""
+        if rows.inverse_R is None:
+            return values_r.clone()  # On a view, FSDP's backward hook would be lost.
+        gathered = gather_rows(values_r, rows.sizes, self.grid.replica_ranks.get_group())
+        return gathered.index_select(0, rows.inverse_R)
+
+
+class TokenForward(RankForward):
+    """Log-probs of tokens. `vocabulary` restricts the output to the first tokens."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        grid: Grid,
+        *,
+        chunk: int,
+        routers: bool = False,
+        vocabulary: int | None = None,
+    ) -> None:
+        super().__init__(model, grid)
+        self.chunk = chunk
+        self.vocabulary = vocabulary
+        self.router_log = RouterLog(model) if routers else None
+
+    def forward(
+        self, share: PackShare, tokens: TokenTargets, top_k: int | None = None
+    ) -> tuple[Any, ...]:
+        """(log-probs, entropy, student, routing); the last two may be None. With `top_k`: (ids,
+        log-probs) of the likeliest tokens."""
         with nullcontext() if self.router_log is None else self.router_log.recording():
-            return run_decoder(self.model.base_model, share.token_ids_n, share.layout)
+            hidden_nD = self.compute_hidden(share)
+        trained = share.trained
+        rows_rD = hidden_nD.index_select(0, trained.rows_r)
+        options: dict[str, Any] = {"head": self._output_head(), "chunk": self.chunk}
+        options["temperature_T"] = tokens.temperature_r
+        if top_k is not None:
+            top = top_logprobs(rows_rD, k=top_k, **options)
+            return tuple(self.gather(values, trained) for values in top)
+        routing = None if self.router_log is None else self.router_log.of_rows(trained.local_n)
+        logprobs_r, entropy_r = token_logprobs(rows_rD, targets_T=tokens.targets_r, **options)
+        student_RK = None
+        if tokens.teacher_ids_rK is not None:
+            student_rK = chosen_logprobs(rows_rD, ids_TK=tokens.teacher_ids_rK, **options)
+            student_RK = self.gather(student_rK, trained)
+        entropy_r = entropy_r if tokens.entropy_in_loss else entropy_r.detach()
+        logprobs_R, entropy_R = self.gather(logprobs_r, trained), self.gather(entropy_r, trained)
+        # FSDP hooks the tensors of tuples, not those of other classes.
+        return logprobs_R, entropy_R, student_RK, *(routing or (None, None))
 
-    def _gather(self, values_t: Tensor | None, share: PackShare) -> Tensor | None:
-        """Gather the values of all trained tokens of the pack on each of its ranks."""
-        if values_t is None:
-            return None
-        if share.inverse_T is None:
-            return values_t.clone()  # On a view, FSDP's backward hook would be lost.
-        gathered = gather_rows(values_t, share.sizes, self.grid.replica_ranks.get_group())
-        return gathered.index_select(0, share.inverse_T)
+    def _output_head(self) -> OutputHead:
+        head = output_head(self.model)
+        return head if self.vocabulary is None else head.first_tokens(self.vocabulary)
 
 
-def share_pack(packed: PackedBatch, microbatch: Batch, *, grid: Grid, cost: RowCost) -> PackShare:
-    """This rank's share: rows are divided over `context`, their trained tokens over `tensor`."""
-    teacher_ids_TK = None
-    if microbatch.teacher_ids_NK is not None:
-        ids = np.asarray(microbatch.teacher_ids_NK[packed.indices_T], np.int64)
-        teacher_ids_TK = torch.as_tensor(ids).to(packed.rows_T.device)
-    if grid.shape.ranks_per_replica == 1:
-        return PackShare(
-            token_ids_n=packed.token_ids_N,
-            layout=packed.layout,
-            trained_n=packed.rows_T,
-            rows_t=packed.rows_T,
-            targets_t=packed.targets_T,
-            temperature_t=packed.temperature_T,
-            teacher_ids_tK=teacher_ids_TK,
-            sizes=(len(packed.rows_T),),
-            inverse_T=None,
-        )
-    positions_N = packed.layout.position_ids_N.cpu().numpy()
-    cuts = plan_cuts(positions_N, ranks=grid.shape.context, cost=cost)
-    rows_T = packed.rows_T.cpu().numpy()
-    context_T = np.searchsorted(np.asarray(cuts), rows_T, side="right") - 1
-    by_context = [np.flatnonzero(context_T == context) for context in range(grid.shape.context)]
-    shares = [share for rows in by_context for share in np.array_split(rows, grid.shape.tensor)]
-    device = packed.rows_T.device
-    start, stop = cuts[grid.context], cuts[grid.context + 1]
-    selected = torch.as_tensor(shares[grid.rank_in_replica]).to(device)
-    trained = torch.as_tensor(by_context[grid.context]).to(device)
-    layout = packed.layout
+class ValueForward(RankForward):
+    """Values before tokens. The value head computes in its own dtype."""
+
+    def forward(self, share: PackShare, with_last: bool) -> tuple[Tensor, ...]:
+        """The value of each trained row; `with_last` also that of each sample's last row."""
+        hidden_nD = self.compute_hidden(share)
+        selections = (share.trained, share.last) if with_last else (share.trained,)
+        rows_rD = hidden_nD.index_select(0, torch.cat([rows.rows_r for rows in selections]))
+        values_r = self.model.compute_values(rows_rD)
+        parts = values_r.split([len(rows.rows_r) for rows in selections])
+        return tuple(self.gather(*pair) for pair in zip(parts, selections, strict=True))
+
+
+class ScoreForward(RankForward):
+    """A score for each sample."""
+
+    def forward(self, share: PackShare) -> tuple[Tensor]:
+        last_rD = self.compute_hidden(share).index_select(0, share.last.rows_r)
+        return (self.gather(compute_scores(last_rD, self.model.score.weight), share.last),)
+
+
+def share_pack(packed: PackedBatch, *, grid: Grid, cost: RowCost) -> PackShare:
+    """This rank's share of a pack."""
+    layout, cuts = packed.layout, (0, len(packed.token_ids_N))
     if grid.shape.context > 1:
+        positions_N = layout.position_ids_N.cpu().numpy()
+        cuts = plan_cuts(positions_N, ranks=grid.shape.context, cost=cost)
         layout = cut_layout(layout, cuts, rank=grid.context, group=grid.contexts.get_group())
     return PackShare(
-        token_ids_n=packed.token_ids_N[start:stop],
+        token_ids_n=packed.token_ids_N[cuts[grid.context] : cuts[grid.context + 1]],
         layout=layout,
-        trained_n=packed.rows_T[trained] - start,
-        rows_t=packed.rows_T[selected] - start,
-        targets_t=packed.targets_T[selected],
-        temperature_t=packed.temperature_T[selected],
-        teacher_ids_tK=None if teacher_ids_TK is None else teacher_ids_TK[selected],
+        trained=share_rows(packed.rows_T, cuts, grid=grid),
+        last=share_rows(packed.last_rows_B, cuts, grid=grid),
+    )
+
+
+def share_rows(selected_R: Tensor, cuts: Sequence[int], *, grid: Grid) -> RowShare:
+    """This rank's share of selected rows, which are divided over `tensor`."""
+    if grid.shape.ranks_per_replica == 1:
+        return RowShare(selected_R, selected_R, None, (len(selected_R),), None)
+    context_R = np.searchsorted(np.asarray(cuts), selected_R.cpu().numpy(), side="right") - 1
+    by_context = [np.flatnonzero(context_R == context) for context in range(grid.shape.context)]
+    shares = [share for rows in by_context for share in np.array_split(rows, grid.shape.tensor)]
+    device, start = selected_R.device, cuts[grid.context]
+    own_r = torch.as_tensor(shares[grid.rank_in_replica]).to(device)
+    return RowShare(
+        local_n=selected_R[torch.as_tensor(by_context[grid.context]).to(device)] - start,
+        rows_r=selected_R[own_r] - start,
+        selected_r=own_r,
         sizes=tuple(len(share) for share in shares),
-        inverse_T=torch.as_tensor(np.argsort(np.concatenate(shares))).to(device),
+        inverse_R=torch.as_tensor(np.argsort(np.concatenate(shares))).to(device),
     )
 
 

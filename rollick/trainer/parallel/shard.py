@@ -17,7 +17,7 @@ ranks, including those of `tensor`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -36,16 +36,17 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
-from rollick.config.schema import ModelConfig, ParallelConfig, Recipe
+from rollick.config.schema import ParallelConfig
 from rollick.errors import ModelError, RollickError
-from rollick.models.attention.varlen import VARLEN
-from rollick.models.loading.load import empty_model
+from rollick.trainer.optimizer import MasterAdamW, TotalNorm
 from rollick.trainer.parallel.collectives import all_sum, gather_rows
 from rollick.trainer.parallel.expert import shard_experts
 from rollick.trainer.parallel.mesh import Grid
 from rollick.trainer.parallel.tensor import shard_layers, summed_parameters
 from rollick.trainer.strategy import OptimReport
-from rollick.trainer.trainable_model import check_packable, load_packed_model, policy_optimizer
+
+MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]], TotalNorm], MasterAdamW]
+"""Makes the optimizer of named parameters; the function computes the norm over all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,27 +63,26 @@ class Precision:
         return MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=self.master)
 
 
-def build_model(
-    config: ModelConfig, grid: Grid, *, parallel: ParallelConfig, master: torch.dtype
-) -> tuple[nn.Module, list[nn.Module]]:
-    """Build the model on the meta device, sharded over `expert` and `tensor`. Also returns the
-    modules of sharded experts."""
-    check_packable(config)
-    model: Any = empty_model(config, attention=VARLEN).to(master)
+def shard_model(
+    model: nn.Module, grid: Grid, *, parallel: ParallelConfig, master: torch.dtype
+) -> list[nn.Module]:
+    """Shard a model on the meta device over `expert` and `tensor`, in place. Returns the modules of
+    sharded experts."""
+    module: Any = model
     if master is torch.float64:
         # The fused experts kernel does not support float64.
-        model.set_experts_implementation("eager")
+        module.set_experts_implementation("eager")
     experts = shard_experts(model, grid.experts) if grid.shape.expert > 1 else []
     if grid.shape.tensor > 1:
         shard_layers(model, grid.tensors)
-        model.get_input_embeddings().register_forward_hook(
+        module.get_input_embeddings().register_forward_hook(
             partial(_divide_gradient, ranks=grid.shape.tensor)
         )
     if parallel.recompute:
         run_checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         for layer in layers_of(model):
             layer.forward = partial(run_checkpointed, layer.forward)
-    return model, experts
+    return experts
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -104,9 +104,7 @@ def shard(
     offload: bool,
 ) -> None:
     """Shard the parameters of the model, in place; `root` is the module to call."""
-    pin_memory = grid.mesh.device_type == "cuda"
-    offload_policy = CPUOffloadPolicy(pin_memory=pin_memory) if offload else OffloadPolicy()
-
+    offload_policy = _offload_policy(grid, offload=offload)
     shard_module = partial(fully_shard, mp_policy=precision.policy, offload_policy=offload_policy)
     for module in experts:
         shard_module(module, mesh=grid.expert_shards, reshard_after_forward=True)
@@ -127,14 +125,25 @@ def shard(
                 module.set_reduce_scatter_unused_params(True, recurse=False)
 
 
-def load_on_first_rank(config: ModelConfig, grid: Grid, *, max_length: int) -> nn.Module | None:
+def shard_in_master_dtype(module: nn.Module, grid: Grid, *, offload: bool) -> None:
+    """Shard a small module that computes in the dtype of its masters. Call it before `shard`."""
+    fully_shard(module, mesh=grid.all, offload_policy=_offload_policy(grid, offload=offload))
+
+
+def _offload_policy(grid: Grid, *, offload: bool) -> OffloadPolicy:
+    if not offload:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=grid.mesh.device_type == "cuda")
+
+
+def load_on_first_rank(load: Callable[[], nn.Module], grid: Grid) -> nn.Module | None:
     """Load the complete model on the first rank; returns None on others. If the load fails, all
     ranks raise: the others would otherwise wait for its parameters."""
     model: nn.Module | None = None
     load_error: list[RollickError | None] = [None]
     if grid.rank == 0:
         try:
-            model = load_packed_model(config, device="cpu", max_length=max_length)
+            model = load()
         except RollickError as error:
             load_error = [error]
     if dist.get_world_size() > 1:
@@ -258,7 +267,9 @@ class ShardedOptimizer:
     """Updates a sharded model: each rank updates its shards in place. All ranks must make the same
     calls."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, *, grid: Grid, device: str) -> None:
+    def __init__(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, *, grid: Grid, device: str
+    ) -> None:
         self.grid = grid
         self.device = device
         self.parameters = dict(model.named_parameters())
@@ -266,7 +277,7 @@ class ShardedOptimizer:
         self._summed = summed_parameters(model, self.parameters) if uses_tensor_axis else set[str]()
         named = self.parameters.items()
         shards = ((name, nn.Parameter(local_tensor(parameter))) for name, parameter in named)
-        self.local_optimizer = policy_optimizer(shards, recipe, total_norm=self._total_norm)
+        self.local_optimizer = make_optimizer(shards, self._total_norm)
         # Allocated at the start, so that a checkpoint can be read into it.
         for master in self.local_optimizer.masters.values():
             self.local_optimizer.adamw.state[master] = {

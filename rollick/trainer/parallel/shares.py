@@ -27,6 +27,7 @@ from rollick.config.schema import Recipe
 from rollick.data.batch import Batch, BatchShare
 from rollick.models.attention.shared_prefix import members_by_group
 from rollick.trainer.microbatch import sample_prefixes, trained_tokens
+from rollick.types import RoleName
 
 SplitPlan = tuple[tuple[int, ...], ...]
 """For each replica, its rows of the batch, ascending. Every row occurs once."""
@@ -79,11 +80,13 @@ class BatchSplit:
     """Relative speed of each rank; empty: all are equal."""
 
     @classmethod
-    def of(cls, recipe: Recipe, cost: RowCost = PER_TOKEN) -> BatchSplit:
-        """The split for the recipe's policy."""
-        train = recipe.train
+    def of(
+        cls, recipe: Recipe, cost: RowCost = PER_TOKEN, *, role: RoleName = "policy"
+    ) -> BatchSplit:
+        """The split for a role of the recipe."""
+        train, parallel = recipe.train, recipe.parallel_of(role)
         return cls(
-            ranks_per_replica=train.parallel.ranks_per_replica,
+            ranks_per_replica=parallel.ranks_per_replica if parallel else 1,
             minibatches=train.minibatches,
             keep_groups=recipe.compares_pairs,
             share_prefix=train.share_prefix,
