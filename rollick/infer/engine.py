@@ -57,6 +57,8 @@ class VerifiedWeights:
     adapter_scale: float | None = None
     """Set if these are adapters (models/loading/adapter.py): an engine with MERGE_ADAPTERS adds
     them, times this factor, to the base weights."""
+    in_place: bool = False
+    """Whether the engine's parameters contain them already (SupportsInPlaceUpdate)."""
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         return iter(self.pairs)
@@ -176,6 +178,22 @@ class SupportsWeightCheck(Protocol):
     async def check_weights(self) -> None:
         """Compares their fingerprint with that of the last update. Raises EngineCorrupt if they
         differ: some of the tokens since the last check may be wrong."""
+
+
+@runtime_checkable
+class SupportsInPlaceUpdate(Protocol):
+    """An engine whose parameters can be written by others."""
+
+    async def begin_update(self, names: Sequence[str]) -> Sequence[Any] | None:
+        """Stop generating until `finish_update`, and return the tensors of these parameters, which
+        may then be written. None, without a change, if they cannot be: the engine shares them."""
+        ...
+
+    async def finish_update(
+        self, version: PolicyVersion, fingerprint: Fingerprint, *, keep_cache: bool = False
+    ) -> None:
+        """Generate with the new weights. All of `begin_update` were written."""
+        ...
 
 
 @runtime_checkable

@@ -31,6 +31,7 @@ from rollick.errors import (
     EngineError,
     EngineLost,
     RollickError,
+    WeightError,
     WorkerError,
     WorkerLost,
 )
@@ -352,9 +353,18 @@ class Generators(EngineGroup):
         return await self.call_rank(rank, GeneratorRole.process_location)
 
     async def receive_weights(self, ranks: Collection[int], manifest: WeightManifest) -> None:
-        """Receive and verify weights on each rank; `commit_weights` then activates them."""
+        """Receive and verify weights on each rank; `commit_weights` then activates them. Raises
+        WeightError if ranks received different weights."""
         with self._expect_no_progress(ranks):
-            await self.scatter(GeneratorRole.receive, self._values_by_rank(ranks, manifest))
+            manifests = self._values_by_rank(ranks, manifest)
+            received = await self.scatter(GeneratorRole.receive, manifests)
+        fingerprints = {rank: each for rank, each in enumerate(received) if each is not None}
+        if len(set(fingerprints.values())) > 1:
+            raise WeightError(
+                f"generators received version {manifest.version} with different fingerprints: "
+                f"{fingerprints}",
+                fix="nothing was committed; publish again",
+            )
 
     async def commit_weights(
         self, ranks: Collection[int], version: PolicyVersion, *, keep_cache: bool

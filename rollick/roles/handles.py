@@ -39,6 +39,7 @@ from rollick.trainer.snapshot import SnapshotMemory, SnapshotRecord
 from rollick.trainer.strategy import LossReport, OptimReport
 from rollick.types import FloatArray, PolicyVersion, RoleName
 from rollick.weights.channels.base import PublishOutcome
+from rollick.weights.channels.shards import ShardSource
 from rollick.weights.manifest import WeightManifest
 from rollick.weights.plan import Channel, ProcessLocation, Route
 
@@ -178,11 +179,15 @@ class Policy(TrainedHandle[PolicyRole]):
         assert manifest is not None, "rank 0 must return a manifest"
         return manifest
 
-    async def send_weights(self, channel: Channel) -> None:
-        await self.call_rank(0, PolicyRole.send_weights, channel)
+    async def send_weights(self, channel: Channel, manifest: WeightManifest) -> None:
+        """Send what was offered; from all ranks if each sends its shards."""
+        if isinstance(manifest.source, ShardSource):
+            await self.call_collective(PolicyRole.send_weights, channel, manifest.source)
+        else:
+            await self.call_rank(0, PolicyRole.send_weights, channel, None)
 
     async def release_weights(self, outcome: PublishOutcome) -> None:
-        await self.call_rank(0, PolicyRole.release_weights, outcome)
+        await self.call_collective(PolicyRole.release_weights, outcome)
 
 
 class Critic(TrainedHandle[CriticRole]):

@@ -20,8 +20,17 @@ from rollick.infer.engine import Capability
 from rollick.roles.reports import EngineRecord, TrainReport
 from rollick.trainer.snapshot import SnapshotBytes, SnapshotRecord
 from rollick.trainer.strategy import LossReport, OptimReport
-from rollick.types import Completion, EngineLoad, FloatArray, PolicyVersion, Request, SampleId
+from rollick.types import (
+    Completion,
+    EngineLoad,
+    Fingerprint,
+    FloatArray,
+    PolicyVersion,
+    Request,
+    SampleId,
+)
 from rollick.weights.channels.base import PublishOutcome
+from rollick.weights.channels.shards import ShardSource
 from rollick.weights.manifest import WeightManifest
 from rollick.weights.plan import Channel, ProcessLocation, Route
 
@@ -106,7 +115,7 @@ class PolicyRole(TrainedRole, Protocol):
 
     def process_location(self) -> ProcessLocation: ...
     def offer_weights(self, version: PolicyVersion, route: Route) -> WeightManifest | None: ...
-    def send_weights(self, channel: Channel) -> None: ...
+    def send_weights(self, channel: Channel, shards: ShardSource | None = None) -> None: ...
     def release_weights(self, outcome: PublishOutcome) -> None: ...
 
 
@@ -139,7 +148,10 @@ class GeneratorRole(Role, Protocol):
     async def resume(self) -> None: ...
     async def process_location(self) -> ProcessLocation: ...
     async def check_weights(self) -> None: ...
-    async def receive(self, manifest: WeightManifest) -> None: ...
+    async def receive(self, manifest: WeightManifest) -> Fingerprint:
+        """Receive and verify weights. Returns their fingerprint."""
+        ...
+
     async def commit(self, version: PolicyVersion, keep_cache: bool = False) -> bool | None:
         """Load the received weights. Returns whether the engine now uses the offered memory; None
         for a partial update, which does not change this."""

@@ -158,7 +158,7 @@ class Publisher:
         self.transferred_bytes += manifest.transferred_bytes
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._policy.send_weights(route.channel))
+                tasks.create_task(self._policy.send_weights(route.channel, manifest))
                 tasks.create_task(self._generators.receive_weights(route.ranks, manifest))
         except BaseExceptionGroup as failures:
             # Prefer the error of a worker that died to those of workers connected to it.

@@ -11,11 +11,14 @@ experts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rollick.config.schema import ModelConfig, ParallelConfig, Recipe
@@ -24,11 +27,19 @@ from rollick.models.attention.varlen import VARLEN
 from rollick.models.loading.load import empty_model, save_with_tokenizer, write_model
 from rollick.trainer.microbatch import PackedBatch, trained_tokens
 from rollick.trainer.optimizer import check_gradient_dtype
+from rollick.trainer.parallel.checkpoint import describe_regions
 from rollick.trainer.parallel.collectives import all_sum, wait_for_all
 from rollick.trainer.parallel.model import ModelSource, ShardedModel, empty_batch
 from rollick.trainer.parallel.rank_forward import TokenForward, TokenTargets
-from rollick.trainer.parallel.shard import gather_full_tensors
-from rollick.trainer.strategy import LossFn, LossReport, ShardedWeights
+from rollick.trainer.parallel.shard import gather_full_tensors, local_tensor
+from rollick.trainer.strategy import (
+    LocalShards,
+    LossFn,
+    LossReport,
+    Region,
+    ShardedWeights,
+    WeightStream,
+)
 from rollick.trainer.token_loss import ExpertBalance, ForwardOutput, Routing, add_token_loss
 from rollick.trainer.trainable_model import (
     LossAccumulator,
@@ -60,6 +71,7 @@ class FsdpStrategy(ShardedModel):
         parallel: ParallelConfig | None = None,
         vocabulary: int | None = None,
     ) -> None:
+        self._regions: Sequence[Mapping[str, Region]] = ()
         config, train = model or recipe.model, recipe.train
         max_length = recipe.infer.max_length
 
@@ -136,7 +148,21 @@ class FsdpStrategy(ShardedModel):
         dtype, named = self.precision.compute, self.sharded_optimizer.parameters.items()
         empty_tensor = partial(torch.empty, dtype=dtype, device="meta")
         shapes = [(name, empty_tensor(value.shape)) for name, value in named]
-        return ShardedWeights(shapes, gather_full_tensors(named, dtype))
+
+        def convert_shards() -> WeightStream:
+            return ((name, local_tensor(value).to(dtype)) for name, value in named)
+
+        shards = LocalShards(self.grid.rank, self._gather_regions, convert_shards)
+        return ShardedWeights(shapes, gather_full_tensors(named, dtype), shards)
+
+    def _gather_regions(self) -> Sequence[Mapping[str, Region]]:
+        """The part of each parameter that each rank has."""
+        if not self._regions:
+            own = describe_regions(self.sharded_optimizer.parameters)
+            gathered: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, own)
+            self._regions = gathered
+        return self._regions
 
     def export(self, path: Path) -> None:
         """Write a Hugging Face folder with the tokenizer, on the first rank."""

@@ -17,13 +17,33 @@ WeightStream = Iterable[tuple[str, Any]]
 """Pairs of a parameter's public (Hugging Face) name and its torch tensor, in a fixed order."""
 
 
-@dataclass(frozen=True, slots=True)
+class Region(NamedTuple):
+    """A part of a tensor: where it begins and its shape."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalShards:
+    """The parameters of a sharded learner as its ranks have them."""
+
+    rank: int
+    regions: Callable[[], Sequence[Mapping[str, Region]]]
+    """The part of each parameter that each rank has. A collective."""
+    tensors: Callable[[], WeightStream]
+    """The parts of this rank, in the compute dtype, each converted when the iteration reaches
+    it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ShardedWeights:
     """Full parameters of a sharded learner, each gathered when the iteration reaches it.
     `shapes`: the names and meta tensors of all parameters."""
 
     shapes: Sequence[tuple[str, Any]]
     stream: WeightStream
+    shards: LocalShards | None = None
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         return iter(self.stream)

@@ -54,6 +54,8 @@ class WeightManifest:
     """Set if only some parameters are sent: the full weights that a receiver must have."""
     scale: float | None = None
     """Set if the tensors are adapters: the factor with which they are added to those weights."""
+    in_place: bool = False
+    """Whether engines may write the tensors into their parameters before all are verified."""
 
     @property
     def transferred_bytes(self) -> int:

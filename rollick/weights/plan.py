@@ -5,7 +5,8 @@ the learner's process, shared parameters   shared      nothing
 the learner's process, its own weights     direct      references to the learner's tensors
 the same machine, GPUs, unsharded learner  cuda_ipc    the learner's GPU memory, mapped
 the same machine                           host        memory that both processes map
-another machine                            broadcast   all bytes, by torch.distributed
+another machine                            broadcast   all bytes, by torch.distributed; each rank
+                                                       of a sharded learner sends its shards
 """
 
 from __future__ import annotations
@@ -49,6 +50,14 @@ class Route:
     send_delta: bool = False
     """Send only the changes since the previous version, if possible."""
     adapters_only: bool = False
+    in_place: bool = False
+    """Write into the parameters of the engines."""
+
+    @property
+    def allows_shards(self) -> bool:
+        """Whether the ranks of a sharded learner may send their own parts. Deltas and adapters are
+        made of full weights."""
+        return self.channel == "broadcast" and not (self.send_delta or self.adapters_only)
 
     def as_full(self) -> Route:
         """The same route with the full weights, which any receiver accepts."""
@@ -63,6 +72,7 @@ class PublishPlan:
     send_deltas: bool = False
     merging_ranks: frozenset[int] = frozenset()
     """Ranks whose engines merge adapters, so that they need nothing else."""
+    in_place: bool = False
 
     @property
     def shared_ranks(self) -> tuple[int, ...]:
@@ -77,7 +87,9 @@ class PublishPlan:
             adapters_only = self.merging_ranks.issuperset(ranks)
             # Adapters are small: a delta is not worth a copy of the previous version at both ends.
             send_delta = self.send_deltas and channel in DELTA_CHANNELS and not adapters_only
-            routes.append(Route(channel, ranks, send_delta, adapters_only))
+            in_place = self.in_place and channel == "broadcast"
+            in_place = in_place and not (send_delta or adapters_only)
+            routes.append(Route(channel, ranks, send_delta, adapters_only, in_place))
         return tuple(routes)
 
     def _ranks(self, channel: Channel) -> tuple[int, ...]:
@@ -107,7 +119,7 @@ def plan_publish(
         _check_possible(channels[rank], rank, learner, location, on_gpus=on_gpus)
     can_merge = (rank for rank, location in generators.items() if location.merges_adapters)
     merging_ranks = frozenset(can_merge if learner.trains_adapters else ())
-    return PublishPlan(channels, config.changes_only, merging_ranks)
+    return PublishPlan(channels, config.changes_only, merging_ranks, config.in_place)
 
 
 def _choose_channel(

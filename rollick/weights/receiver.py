@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from rollick.weights.channels.base import DirectReceiver, DirectSource, Receiver
 from rollick.weights.channels.broadcast import BroadcastReceiver, BroadcastSource
 from rollick.weights.channels.cuda_ipc import IpcReceiver, IpcSource
 from rollick.weights.channels.host import HostReceiver, HostSource
+from rollick.weights.channels.shards import ShardReceiver, ShardSource
 from rollick.weights.delta import apply_changes
 from rollick.weights.manifest import Pairs, WeightManifest
 
@@ -43,15 +44,26 @@ class PublishReceiver:
         self.full_fingerprint: Fingerprint | None = None
         """Fingerprint of the full weights handed out last; partial updates must match it."""
 
-    def receive(self, manifest: WeightManifest) -> None:
-        """Transfer and verify. Raises WeightError if fingerprints differ or the base is missing."""
+    def receive(
+        self, manifest: WeightManifest, targets: Sequence[Tensor] | None = None
+    ) -> Fingerprint:
+        """Transfer and verify. Returns the fingerprint of the received weights. Raises WeightError
+        if fingerprints differ or the base is missing. `targets`: parameters of the engine to
+        write."""
         self.received = None
         self._check_base(manifest)
         kind = type(manifest.source)
         receiver = self.receivers.get(kind) or self.receivers.setdefault(kind, _RECEIVERS[kind]())
-        pairs = receiver.open(manifest, self.rank)
+        if targets is None:
+            pairs = receiver.open(manifest, self.rank)
+        else:
+            assert isinstance(receiver, ShardReceiver), "other channels have no parameters to write"
+            receiver.receive(manifest, self.rank, targets)
+            pairs = [(t.name, target) for t, target in zip(manifest.layout, targets, strict=True)]
         try:
-            _check_fingerprint(manifest.version, fingerprint(list(pairs)), manifest.fingerprint)
+            digest = fingerprint(list(pairs))
+            if manifest.fingerprint:  # Shards have fingerprints of their own.
+                _check_fingerprint(manifest.version, digest, manifest.fingerprint)
         except WeightError:
             receiver.forget()
             raise
@@ -60,11 +72,17 @@ class PublishReceiver:
             is_full = manifest.partial_of is None and not manifest.is_base
             persistent = receiver.persistent and self.adopts and is_full
             weights = VerifiedWeights(
-                tuple(pairs), manifest.fingerprint, persistent, manifest.partial_of, manifest.scale
+                tuple(pairs),
+                digest,
+                persistent,
+                manifest.partial_of,
+                manifest.scale,
+                in_place=targets is not None,
             )
         else:
             weights = self._apply_delta(manifest, pairs)
         self.received = (manifest, weights)
+        return weights.fingerprint
 
     def take(self, version: PolicyVersion) -> VerifiedWeights:
         """Return the verified weights of this version. A second call raises WeightError."""
@@ -134,4 +152,5 @@ _RECEIVERS: dict[type, Callable[[], Receiver]] = {
     HostSource: HostReceiver,
     IpcSource: IpcReceiver,
     BroadcastSource: BroadcastReceiver,
+    ShardSource: ShardReceiver,
 }

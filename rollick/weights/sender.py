@@ -15,6 +15,7 @@ from rollick.weights.channels.base import DirectSender, PublishOutcome, Sender
 from rollick.weights.channels.broadcast import BroadcastSender
 from rollick.weights.channels.cuda_ipc import IpcSender
 from rollick.weights.channels.host import HostSender
+from rollick.weights.channels.shards import ShardSender, ShardSource
 from rollick.weights.delta import encode_changes
 from rollick.weights.manifest import Pairs, WeightDelta, WeightManifest
 from rollick.weights.plan import Channel, Route
@@ -40,6 +41,7 @@ class WeightSender:
         self.senders: dict[Channel, Sender] = {}
         self.bases: dict[Channel, _Base] = {}
         self.offered: dict[Channel, tuple[Route, Pairs, WeightManifest]] = {}
+        self.shard_sender: ShardSender | None = None
 
     def offer(
         self,
@@ -68,8 +70,21 @@ class WeightSender:
         self.offered[route.channel] = (route, pairs, manifest)
         return manifest
 
-    def send(self, channel: Channel) -> None:
-        self._get_sender(channel).send()
+    def offer_shards(
+        self, weights: ShardedWeights, version: PolicyVersion, *, route: Route
+    ) -> WeightManifest | None:
+        """As `offer`, on each rank of a sharded learner; only rank 0 returns a manifest."""
+        self.shard_sender = self.shard_sender or ShardSender()
+        manifest = self.shard_sender.offer(weights, version, route.ranks)
+        return manifest and replace(manifest, in_place=route.in_place)
+
+    def send(self, channel: Channel, shards: ShardSource | None = None) -> None:
+        """Send what was offered; `shards`: by all ranks of a sharded learner."""
+        if shards is not None:
+            assert self.shard_sender is not None, "call offer_shards before send"
+            self.shard_sender.send(shards)
+        else:
+            self._get_sender(channel).send()
 
     def release(self, outcome: PublishOutcome) -> None:
         """End all offers of a version. The weights must not have changed since they were offered:
@@ -81,11 +96,15 @@ class WeightSender:
             else:
                 self.bases.pop(channel, None)
         self.offered.clear()
+        if self.shard_sender is not None:
+            self.shard_sender.release(outcome)
 
     def close(self) -> None:
         for sender in self.senders.values():
             sender.close()
         self.senders.clear()
+        if self.shard_sender is not None:
+            self.shard_sender.close()
 
     def _get_sender(self, channel: Channel) -> Sender:
         if channel not in self.senders:

@@ -21,6 +21,7 @@ from rollick.infer.engine import (
     StopRules,
     SupportsAdapterMerging,
     SupportsHealthCheck,
+    SupportsInPlaceUpdate,
     SupportsStepRecords,
     SupportsWeightCheck,
 )
@@ -35,7 +36,7 @@ from rollick.roles.protocols import (
     RequestResult,
 )
 from rollick.roles.reports import EngineRecord
-from rollick.types import Completion, PolicyVersion, Request, SampleId
+from rollick.types import Completion, Fingerprint, PolicyVersion, Request, SampleId
 from rollick.weights.manifest import WeightManifest
 from rollick.weights.plan import ProcessLocation, process_location
 from rollick.weights.receiver import PublishReceiver
@@ -138,17 +139,26 @@ class GeneratorWorker(MeteredWorker, GeneratorRole):
             await self.engine.check_weights()
         self.checked_tokens = tokens
 
-    async def receive(self, manifest: WeightManifest) -> None:
+    async def receive(self, manifest: WeightManifest) -> Fingerprint:
         # After the weights are replaced, a corruption can no longer be detected.
         await self.check_weights()
         async with self.receive_lock:
+            targets = None
+            if manifest.in_place and isinstance(self.engine, SupportsInPlaceUpdate):
+                targets = await self.engine.begin_update([each.name for each in manifest.layout])
             # A thread cannot be cancelled, so hold the lock until it ends.
-            await run_to_completion(asyncio.to_thread(self.receiver.receive, manifest))
+            receiving = asyncio.to_thread(self.receiver.receive, manifest, targets)
+            return await run_to_completion(receiving)
 
     async def commit(self, version: PolicyVersion, keep_cache: bool = False) -> bool | None:
         weights = self.receiver.take(version)
+        digest = weights.fingerprint
         with self._record_loss():
-            await self.engine.update(weights, version, weights.fingerprint, keep_cache=keep_cache)
+            if weights.in_place:
+                assert isinstance(self.engine, SupportsInPlaceUpdate)
+                await self.engine.finish_update(version, digest, keep_cache=keep_cache)
+            else:
+                await self.engine.update(weights, version, digest, keep_cache=keep_cache)
         self.receiver.synchronize(weights)
         return weights.persistent if weights.base_fingerprint is None else None
 

@@ -26,11 +26,13 @@ from rollick.trainer.strategy import (
     LossFn,
     LossReport,
     OptimReport,
+    ShardedWeights,
     SupportsAdapters,
     TrainStrategy,
 )
 from rollick.types import Fingerprint, FloatArray, PolicyVersion, stable_hash
 from rollick.weights.channels.base import PublishOutcome
+from rollick.weights.channels.shards import ShardSource
 from rollick.weights.manifest import WeightManifest
 from rollick.weights.plan import Channel, ProcessLocation, Route, process_location
 from rollick.weights.sender import WeightSender
@@ -94,14 +96,17 @@ class LearnerWorker(TrainedWorker[TrainStrategy], PolicyRole):
         return process_location(trains_adapters=self._adapters is not None)
 
     def offer_weights(self, version: PolicyVersion, route: Route) -> WeightManifest | None:
+        weights = self.strategy.weights()
+        if isinstance(weights, ShardedWeights) and weights.shards and route.allows_shards:
+            return self.sender.offer_shards(weights, version, route=route)
         if self.rank:
             # The other ranks of a sharded learner contribute their shards of each parameter.
-            for _ in self.strategy.weights():
+            for _ in weights:
                 pass
             return None
         adapters = self._adapters
         if adapters is None or not route.adapters_only:
-            return self.sender.offer(self.strategy.weights(), version, route=route)
+            return self.sender.offer(weights, version, route=route)
         if self._base is None:
             self._base = fingerprint(list(adapters.base()))
         stream, scale = adapter_pairs(adapters.live_adapters()), adapters.scale
@@ -111,8 +116,8 @@ class LearnerWorker(TrainedWorker[TrainStrategy], PolicyRole):
     def _adapters(self) -> Adapters | None:
         return self.strategy.adapters if isinstance(self.strategy, SupportsAdapters) else None
 
-    def send_weights(self, channel: Channel) -> None:
-        self.sender.send(channel)
+    def send_weights(self, channel: Channel, shards: ShardSource | None = None) -> None:
+        self.sender.send(channel, shards)
 
     def release_weights(self, outcome: PublishOutcome) -> None:
         self.sender.release(outcome)

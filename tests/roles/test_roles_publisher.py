@@ -18,9 +18,10 @@ from rollick.config.schema import ClusterConfig, WeightsConfig
 from rollick.errors import WeightError, WorkerError
 from rollick.roles.handles import Roles
 from rollick.roles.publisher import Publisher
-from rollick.types import PolicyVersion
+from rollick.types import Fingerprint, PolicyVersion
 from rollick.weights.channels.base import PublishOutcome
 from rollick.weights.channels.host import LARGE_PAGE
+from rollick.weights.channels.shards import ShardSource
 from rollick.weights.manifest import WeightManifest
 from rollick.weights.plan import Channel, ProcessLocation, Route, process_location
 from rollick.weights.receiver import PublishReceiver
@@ -44,6 +45,8 @@ class CallLog:
     value: float = 1.0
     break_writing: bool = False
     damaged_rank: int | None = None
+    differing_rank: int | None = None
+    """This rank returns another fingerprint than that of its weights."""
     refusing_rank: int | None = None
     sharing_ranks: tuple[int, ...] = (0,)
     located_ranks: list[int] = field(default_factory=list[int])
@@ -67,8 +70,8 @@ class Learner:
         stream = [("a", self.tensor), ("b", torch.ones(3, device=device))]
         return self.sender.offer(stream, version, route=route)
 
-    def send_weights(self, channel: Channel) -> None:
-        self.sender.send(channel)
+    def send_weights(self, channel: Channel, shards: ShardSource | None = None) -> None:
+        self.sender.send(channel, shards)
 
     def release_weights(self, outcome: PublishOutcome) -> None:
         self.log.outcomes.append(outcome)
@@ -88,7 +91,7 @@ class Receiver:
         self.log.located_ranks.append(self.rank)
         return process_location(shares_weights=self.rank in self.log.sharing_ranks)
 
-    def receive(self, manifest: WeightManifest) -> None:
+    def receive(self, manifest: WeightManifest) -> Fingerprint:
         if self.log.reset_rank == self.rank:
             self.receiver = PublishReceiver(rank=self.rank, adopts=True)
             self.log.reset_rank = None
@@ -96,8 +99,9 @@ class Receiver:
             with open(manifest.source.path, "r+b") as file:
                 file.seek(LARGE_PAGE)
                 file.write(b"x")
-        self.receiver.receive(manifest)
+        digest = self.receiver.receive(manifest)
         self.log.lines.append(f"receive {self.rank}")
+        return Fingerprint("other") if self.log.differing_rank == self.rank else digest
 
     def commit(self, version: PolicyVersion, keep_cache: bool = False) -> bool:
         if self.log.refusing_rank == self.rank:
@@ -181,6 +185,14 @@ async def test_if_one_engine_cannot_verify_none_commits() -> None:
             await make_publisher(group).publish(FIVE)
     assert not [line for line in log.lines if line.startswith("commit")]
     assert log.outcomes == [PublishOutcome(False)]
+
+
+async def test_engines_that_received_different_weights_do_not_commit() -> None:
+    log = CallLog(differing_rank=2)
+    async with open_test_group(log, "cpu:0-2") as group:
+        with pytest.raises(WeightError, match="with different fingerprints"):
+            await make_publisher(group).publish(FIVE)
+    assert not [line for line in log.lines if line.startswith("commit")]
 
 
 async def test_a_failed_commit_raises_its_own_error() -> None:

@@ -126,6 +126,10 @@ class WeightsConfig(Section):
     """How weights are sent. auto: depends on where the processes run. direct: in one process. host:
     shared memory of one machine. cuda_ipc: the same on GPUs. broadcast: torch.distributed, between
     machines."""
+    in_place: Annotated[bool, IgnoredWith("channel", ("direct", "host", "cuda_ipc"))] = False
+    """Over broadcast, write new weights into the parameters of the engines, which generate nothing
+    meanwhile. Needs no memory for a second copy; if a transfer fails, the engines wait for the next
+    one. false: engines keep generating until all have received and verified the weights."""
     changes_only: Annotated[bool, IgnoredWith("channel", ("direct", "cuda_ipc"))] = False
     """Send only the elements that changed. Costs a copy of the weights at both ends; pays off where
     sending is slower than memory (broadcast) and steps are small."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +18,7 @@ from functools import partial
 from time import perf_counter, time
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from rollick.config.schema import InferConfig, ModelConfig
 from rollick.errors import EngineError, EngineLost, RollickError, is_out_of_memory
@@ -74,6 +74,8 @@ class NativeEngine:
         self._limits = RequestLimits(infer.max_length, vocabulary_size(weights.module), stops)
         self._paused = False
         self._asleep = False
+        self._updating = False
+        """Whether others write the parameters, which may be of two versions."""
         self._closed = False
         self._pending: dict[SampleId, tuple[EngineRequest, asyncio.Future[Completion]]] = {}
         self._subscribers = StreamSubscribers()
@@ -178,11 +180,31 @@ class NativeEngine:
             return fingerprint
 
         async with self._lock:
-            if self._asleep:
-                message = "cannot update weights: the engine is asleep"
-                raise EngineError(message, fix="call wake first")
+            self._check_awake()
             await self._synchronize()
             return await self._run_in_thread(update_and_commit)
+
+    async def begin_update(self, names: Sequence[str]) -> list[Tensor] | None:
+        self._check_open()
+        if self.weights.shared:
+            return None
+        async with self._lock:
+            self._check_awake()
+            self._updating = True
+            await self._synchronize()
+            return await self._run_in_thread(lambda: self.weights.open_parameters(names))
+
+    async def finish_update(
+        self, version: PolicyVersion, fingerprint: Fingerprint, *, keep_cache: bool = False
+    ) -> None:
+        def commit() -> None:
+            self.weights.record_fingerprint()
+            self.runner.commit(version, keep_cache=keep_cache)
+
+        async with self._lock:
+            await self._run_in_thread(commit)
+            self._updating = False
+        self._wake_driver()
 
     async def commit_shared(self, version: PolicyVersion, *, keep_cache: bool = False) -> None:
         async with self._lock:
@@ -236,7 +258,7 @@ class NativeEngine:
 
     async def check_weights(self) -> None:
         def check() -> None:
-            if self.weights.are_checked:
+            if self.weights.are_checked and not self._updating:
                 self.weights.check()
                 self.runner.check_copies()
 
@@ -265,6 +287,11 @@ class NativeEngine:
         if self._closed:
             raise EngineError("the engine is closed", fix="create a new one")
 
+    def _check_awake(self) -> None:
+        if self._asleep:
+            message = "cannot update weights: the engine is asleep"
+            raise EngineError(message, fix="call wake first")
+
     def _wake_driver(self) -> None:
         if self._driver is None and not self._closed:
             self._driver = asyncio.get_running_loop().create_task(self._drive())
@@ -275,7 +302,7 @@ class NativeEngine:
         while True:
             await self._has_work.wait()
             async with self._lock:
-                if self._paused or self._asleep or not self.runner.has_work:
+                if self._paused or self._asleep or self._updating or not self.runner.has_work:
                     self._has_work.clear()
                     continue
                 await self._run_step()

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollick.errors import EngineCorrupt
+from rollick.errors import EngineCorrupt, WeightError
 from rollick.infer.engine import VerifiedWeights, WeightStream
 from rollick.infer.weight_checks import check_fingerprint, check_shapes, stage_weights
 from rollick.models.attention.slot_cache import CACHED
@@ -89,6 +89,17 @@ class EngineWeights:
         else:
             self.record_fingerprint()
         return written
+
+    def open_parameters(self, names: Sequence[str]) -> list[Tensor]:
+        """The memory of these parameters, for writing. Call `record_fingerprint` afterwards."""
+        targets = dict(self.module.named_parameters(remove_duplicate=False))
+        if unknown := sorted(set(names) - targets.keys()):
+            raise WeightError(
+                f"the engine's model has no parameter {unknown[0]}",
+                fix="use the policy's model in the engines",
+            )
+        self._base.clear()
+        return [_writable_memory(targets[name]) for name in names]
 
     def record_fingerprint(self) -> None:
         """Record the fingerprint of the current weights, which `check` expects from now on."""

@@ -53,6 +53,19 @@ def fingerprint(named: Iterable[tuple[str, Tensor]]) -> Fingerprint:
     return _combine(digest for part in parts for digest in _digest_tensors(part, None))
 
 
+class RunningFingerprint:
+    """The fingerprint of pairs that arrive one after another."""
+
+    def __init__(self) -> None:
+        self._digests: list[tuple[str, bytes]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        self._digests += _digest_tensors([(name, tensor)], None)
+
+    def result(self) -> Fingerprint:
+        return _combine(self._digests)
+
+
 def copy_and_fingerprint(
     named: Iterable[tuple[str, Tensor]], targets: Sequence[Tensor]
 ) -> Fingerprint:

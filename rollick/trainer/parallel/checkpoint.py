@@ -42,7 +42,7 @@ from rollick.models.attention.varlen import VARLEN
 from rollick.models.loading.load import empty_model, resolve_dtype, save_with_tokenizer, write_model
 from rollick.trainer.optimizer import check_same_model
 from rollick.trainer.parallel.shard import local_tensor
-from rollick.trainer.strategy import Shard, TrainState
+from rollick.trainer.strategy import Region, Shard, TrainState
 
 FOLDER = "learner.dcp"
 COUNTERS = "learner.json"
@@ -145,6 +145,18 @@ def describe_shards(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
             _, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
             shards[name] = Shard(tuple(offsets), tuple(shape))
     return shards
+
+
+def describe_regions(tensors: Mapping[str, Tensor]) -> dict[str, Region]:
+    """The part of each tensor that this rank has."""
+    shards = describe_shards(tensors)
+    return {
+        name: Region(
+            shards[name].offsets if name in shards else (0,) * tensor.ndim,
+            tuple(local_tensor(tensor).shape),
+        )
+        for name, tensor in tensors.items()
+    }
 
 
 def load_snapshots(states: Sequence[TrainState], tensors: Mapping[str, Tensor]) -> int:

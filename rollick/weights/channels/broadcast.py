@@ -46,6 +46,10 @@ class BroadcastSource:
     size: int
     bucket_bytes: int
 
+    def join(self, store: Any, member: int, *, timeout_s: float) -> Any:
+        """Join the group of the learner and the generators."""
+        return join_group(store, self.key, member, 1 + len(self.ranks), timeout_s=timeout_s)
+
 
 class BroadcastSender:
     """Rank 0 of the process group."""
@@ -72,16 +76,16 @@ class BroadcastSender:
         assert source is not None, "call offer before send"
         try:
             if self.group is None:
-                self.group = _join_group(self.store, source, 0, timeout_s=self.timeout_s)
+                self.group = source.join(self.store, 0, timeout_s=self.timeout_s)
             buffer = torch.empty(min(source.size, self.bucket_bytes), dtype=torch.uint8)
             for start in range(0, source.size, self.bucket_bytes):
                 bucket = buffer[: min(self.bucket_bytes, source.size - start)]
                 _fill(bucket, start, self.layout, self.pairs)
-                _broadcast(self.group, bucket)
+                broadcast(self.group, bucket)
         except RuntimeError as error:
             self.close()
             raise WeightError(
-                f"the broadcast to generators {source.ranks} failed: {_first_line(error)}",
+                f"the broadcast to generators {source.ranks} failed: {first_line(error)}",
                 fix="a generator died or is unreachable; nothing was committed",
             ) from error
 
@@ -122,11 +126,11 @@ class BroadcastReceiver:
             self._join(source, rank)
             for start in range(0, source.size, source.bucket_bytes):
                 bucket = self.memory[start : min(start + source.bucket_bytes, source.size)]
-                _broadcast(self.group, bucket)
+                broadcast(self.group, bucket)
         except RuntimeError as error:
             self.forget()
             raise WeightError(
-                f"the broadcast of version {manifest.version} failed: {_first_line(error)}",
+                f"the broadcast of version {manifest.version} failed: {first_line(error)}",
                 fix="the learner or another generator died; nothing was committed",
             ) from error
         return views_of(self.memory, manifest.layout)
@@ -140,8 +144,8 @@ class BroadcastReceiver:
         self.forget()
         timeout = timedelta(seconds=self.timeout_s)
         store = dist.TCPStore(source.host, source.port, is_master=False, timeout=timeout)
-        group_rank = 1 + source.ranks.index(rank)
-        self.group = _join_group(store, source, group_rank, timeout_s=self.timeout_s)
+        member = 1 + source.ranks.index(rank)
+        self.group = source.join(store, member, timeout_s=self.timeout_s)
         self.key = source.key
 
 
@@ -155,20 +159,19 @@ def local_address() -> str:
     return "127.0.0.1"
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
 
 
-def _join_group(store: Any, source: BroadcastSource, group_rank: int, *, timeout_s: float) -> Any:
-    """Join the process group; returns when every member has joined."""
-    num_members = 1 + len(source.ranks)
-    store, timeout = dist.PrefixStore(source.key, store), timedelta(seconds=timeout_s)
-    return dist.ProcessGroupGloo(store, group_rank, num_members, timeout)
+def join_group(store: Any, key: str, member: int, members: int, *, timeout_s: float) -> Any:
+    """Join the process group with this key; returns when every member has joined."""
+    timeout = timedelta(seconds=timeout_s)
+    return dist.ProcessGroupGloo(dist.PrefixStore(key, store), member, members, timeout)
 
 
-def _broadcast(group: Any, bucket: Tensor) -> None:
+def broadcast(group: Any, bucket: Tensor, *, root: int = 0) -> None:
     options = dist.BroadcastOptions()
-    options.rootRank = options.rootTensor = 0
+    options.rootRank, options.rootTensor = root, 0
     group.broadcast([bucket], options).wait()
 
 
