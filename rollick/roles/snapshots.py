@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollick.data.batch import Batch
-from rollick.errors import CheckpointError
+from rollick.errors import CheckpointError, OpenFilesExhausted, open_files_exhausted
 from rollick.roles.handles import Critic, Policy
 from rollick.trainer.snapshot import SnapshotMemory, SnapshotRecord
 
@@ -57,8 +57,19 @@ class RoleSnapshots:
         self._newest: _SnapshotBuffer | None = None
 
     def _new_memories(self) -> list[SnapshotMemory]:
-        role, ranks = self.handle.role, range(self.handle.ranks)
-        return [SnapshotMemory.create(f"{role}-{rank}") for rank in ranks]
+        """Memory for each rank. Raises OpenFilesExhausted or CheckpointError if it cannot be
+        created."""
+        memories: list[SnapshotMemory] = []
+        try:
+            for rank in range(self.handle.ranks):
+                memories.append(SnapshotMemory.create(f"{self.handle.role}-{rank}"))
+        except OSError as error:
+            for memory in memories:
+                memory.close()
+            raise open_files_exhausted(error) or CheckpointError(
+                f"no memory for a snapshot: {error}", fix="set checkpoint.snapshot=false"
+            ) from error
+        return memories
 
     async def take(self) -> None:
         """Write a snapshot of the current state. If there is no memory for it, the run continues
@@ -68,17 +79,18 @@ class RoleSnapshots:
         now = asyncio.get_running_loop().time
         buffer = self._older
         async with buffer.in_use:
-            if len(buffer.memories) != self.handle.ranks:  # The policy continues with fewer ranks.
-                buffer.close()
-                buffer.memories = self._new_memories()
             try:
+                if len(buffer.memories) != self.handle.ranks:  # The policy has lost ranks.
+                    buffer.close()
+                    buffer.memories = []
+                    buffer.memories = self._new_memories()
                 async with self.handle.group.collective(self.handle.role):
                     # No training is under way: the snapshot contains these batches and no others.
                     begun, contained = now(), len(self.later_batches)
                     buffer.records = []  # A write that fails leaves a part of both snapshots.
                     records = await self.handle.write_snapshots(buffer.memories)
                 buffer.records = await self.handle.fetch_snapshots(records, buffer.memories)
-            except CheckpointError as error:
+            except (CheckpointError, OpenFilesExhausted) as error:
                 message = "no snapshots from now on, so the loss of the %s ends the run: %s"
                 LOG.warning(message, self.handle.role, error)
                 self.is_enabled, self._newest = False, None

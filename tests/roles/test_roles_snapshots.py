@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -273,6 +275,24 @@ async def test_without_memory_for_snapshots_the_loss_of_the_role_ends_the_run(
             await run.recovery.run("critic", attempt)
         [fault] = run.faults.faults
         assert fault.gave_up == "there is no memory for snapshots of the critic"
+
+
+async def test_a_policy_with_fewer_ranks_and_no_file_descriptors_continues_without_snapshots(
+    open_run: OpenRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(name: str) -> SnapshotMemory:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async with open_run(policy="cpu:0-1") as run:
+        await run.recovery.take_snapshots()
+        run.roles.group.shrink("policy", [0])
+        monkeypatch.setattr(SnapshotMemory, "create", fail)
+        run.recovery.finish_step()
+        await run.recovery.settle()
+        assert not run.snapshots("policy").is_enabled
+        assert run.snapshots("critic").is_enabled
+    assert "no snapshots from now on, so the loss of the policy ends the run" in caplog.text
+    assert "no more files can be opened" in caplog.text
 
 
 async def test_snapshots_take_at_most_five_percent_of_a_run_that_does_not_generate(

@@ -134,3 +134,18 @@ async def test_a_critic_on_two_ranks_of_its_own_survives_the_loss_of_one(
     faults = [fault for fault in read_faults(result.folder) if fault.role == "critic"]
     assert len(faults) == 1
     assert faults[0].rejoined_at is not None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("in_place", ["false", "true"])
+def test_shards_reach_engines_in_the_learners_process_and_elsewhere(
+    run_toy: Callable[..., RunResult], in_place: str
+):
+    """After each publish, engines and learner compute the same log-probs."""
+    channel = ("weights.channel=broadcast", f"weights.in_place={in_place}")
+    result = run_toy(*SHARDED, *channel, "rollout.drop_no_signal=false", steps=4)
+    assert result.step == 4
+    mismatch = read_column(result.folder, "train/mean/mismatch_kl")
+    assert len(mismatch) == 4
+    assert max(mismatch) < 1e-6
