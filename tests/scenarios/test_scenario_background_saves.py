@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import ray
-from conftest import toy
+from toy_runs import toy
 
 from rollick import run_recipe
 from rollick.checkpoint import CheckpointStore

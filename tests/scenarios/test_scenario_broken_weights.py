@@ -13,8 +13,8 @@ from typing import Any
 import faulty_engine
 import pytest
 import ray
-from conftest import figures, learner_state, toy
 from ledger_audit import audit
+from toy_runs import figures, learner_state, toy
 
 from rollick import RunResult, run_recipe
 from rollick.cluster.ray_start import start_ray

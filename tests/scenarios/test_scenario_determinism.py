@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import DROPS, Run, learner_state, toy
+from toy_runs import DROPS, Run, learner_state, toy
 
 from rollick import RunResult, run_recipe
 from rollick.config.load import dump_recipe

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import toy
 from marked_processes import marked_environment
+from toy_runs import toy
 
 from rollick.config.load import dump_recipe
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import ray
-from conftest import checkpoint_state, figures, toy
 from marked_processes import marked_environment
+from toy_runs import checkpoint_state, figures, toy
 
 from rollick import RunResult, run_recipe
 from rollick.checkpoint import CheckpointStore

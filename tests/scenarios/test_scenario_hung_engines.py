@@ -14,9 +14,9 @@ from typing import Any
 import faulty_engine
 import pytest
 import ray
-from conftest import toy
 from faulty_engine import plan_fault, taken_by
 from ledger_audit import check_ledger
+from toy_runs import toy
 
 from rollick.children.process_tree import process_exists
 from rollick.cluster.ray_start import start_ray

@@ -11,10 +11,10 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import figures, learner_state, toy
 from killed_run import KilledRun
 from ledger_audit import audit
 from marked_processes import processes_with
+from toy_runs import figures, learner_state, toy
 
 from rollick import RunResult, run_recipe
 from rollick.config.load import dump_recipe

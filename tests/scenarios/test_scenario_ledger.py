@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Run
 from ledger_audit import audit, effective_events
+from toy_runs import Run
 
 from rollick import load_recipe, run_recipe
 from rollick.config.load import dump_recipe, recipe_from_dict

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import ray
-from conftest import checkpoint_state, figures, toy
 from dying_learner import CRITIC_POINTS, POINTS, VARIABLE, install
+from toy_runs import checkpoint_state, figures, toy
 
 from rollick import LoadedRecipe, RunResult, run_recipe
 from rollick.children.process_tree import process_exists

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from conftest import checkpoint_state, toy
 from machines import Machine
 from node_cluster import NodeCluster, wait_for_step
+from toy_runs import checkpoint_state, toy
 
 from rollick import RunResult, run_recipe
 from rollick.checkpoint import CheckpointStore

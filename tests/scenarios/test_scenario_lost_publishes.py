@@ -11,8 +11,8 @@ from pathlib import Path
 import dying_engine
 import pytest
 import ray
-from conftest import checkpoint_state, figures, toy
 from ledger_audit import audit
+from toy_runs import checkpoint_state, figures, toy
 
 from rollick import RunResult, run_recipe
 from rollick.cluster.ray_start import start_ray

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import ray
-from conftest import checkpoint_state, figures, toy
+from toy_runs import checkpoint_state, figures, toy
 
 from rollick import RunResult, run_recipe
 from rollick.cluster.devices import HostSpec

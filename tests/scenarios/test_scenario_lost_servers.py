@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from conftest import figures, learner_state, toy
 from machines import Machine, Machines
 from node_cluster import wait_for_step
+from toy_runs import figures, learner_state, toy
 
 from rollick import RunResult
 from rollick.checkpoint import CheckpointStore

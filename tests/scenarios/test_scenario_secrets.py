@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from conftest import toy
+from toy_runs import toy
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from stand_ins.judge_server import Judge

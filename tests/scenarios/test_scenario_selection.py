@@ -1,6 +1,6 @@
 """Prompt selection by earlier scores: it changes a run, and a resume does not change it."""
 
-from conftest import Run, learner_state
+from toy_runs import Run, learner_state
 
 from rollick.observe.metrics import read_metrics
 

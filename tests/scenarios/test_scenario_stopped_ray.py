@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import toy
 from marked_processes import marked_environment, processes_with
 from node_cluster import wait_for_step
+from toy_runs import toy
 
 from rollick.checkpoint import CheckpointStore
 from rollick.commands.supervise import last_logged_step

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from conftest import figures, learner_state, toy
 from marked_processes import marked_environment, processes_with
+from toy_runs import figures, learner_state, toy
 
 from rollick import RunResult, run_recipe
 from rollick.children.process_tree import find_descendants
