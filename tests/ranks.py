@@ -132,5 +132,5 @@ def all_logprobs(strategy: FsdpStrategy, batch: Batch) -> FloatArray:
     if rows:
         logprobs_N[torch.as_tensor(token_indices(batch, rows))] = own_N
     if strategy.grid.shape.replicas > 1:
-        all_sum(logprobs_N, strategy.grid.replicas.get_group())
+        all_sum(logprobs_N, strategy.grid.replica_mesh.get_group())
     return logprobs_N.numpy()

@@ -191,8 +191,8 @@ class FsdpStrategy(ShardedModel):
         coefficient = self.recipe.train.expert_balance
         if not coefficient:
             return None
-        sum_counts = partial(all_sum, group=self.grid.shards.get_group())
-        sum_loss = partial(all_sum, group=self.grid.contexts.get_group())
+        sum_counts = partial(all_sum, group=self.grid.shard_mesh.get_group())
+        sum_loss = partial(all_sum, group=self.grid.context_mesh.get_group())
         counts_LE: Tensor | None = None
         if len(plan) > 1:
             for samples in plan:
@@ -203,5 +203,5 @@ class FsdpStrategy(ShardedModel):
             sum_counts(counts_LE)
         rows = torch.tensor(len(trained_tokens(batch)[0]), device=self.device)
         if self.grid.shape.replicas > 1:
-            all_sum(rows, self.grid.replicas.get_group())
+            all_sum(rows, self.grid.replica_mesh.get_group())
         return ExpertBalance(coefficient, int(rows), counts_LE, sum_counts, sum_loss)

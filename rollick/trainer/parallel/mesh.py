@@ -120,17 +120,17 @@ class Grid:
         coordinates = self.mesh.get_coordinate()
         assert coordinates is not None, "every rank of the process group is on the mesh"
         self.expert, self.data, self.context, self.tensor = coordinates
-        self.tensors = self.mesh["tensor"]
-        self.contexts = self.mesh["context"]
-        self.experts = self.mesh["expert"]
-        self.replicas = self._flatten("expert", "data")
-        self.replica_ranks = self._flatten("context", "tensor")
+        self.tensor_mesh = self.mesh["tensor"]
+        self.context_mesh = self.mesh["context"]
+        self.expert_mesh = self.mesh["expert"]
+        self.replica_mesh = self._flatten("expert", "data")
+        self.rank_mesh = self._flatten("context", "tensor")
         """The ranks of this rank's replica."""
-        self.shards = self._flatten("expert", "data", "context")
+        self.shard_mesh = self._flatten("expert", "data", "context")
         """Ranks over which FSDP shards the parameters of a layer."""
-        self.expert_shards = self._flatten("data", "context")
+        self.expert_shard_mesh = self._flatten("data", "context")
         """The same for experts, which are first divided over the `expert` axis."""
-        self.all = self._flatten(*AXES)
+        self.world_mesh = self._flatten(*AXES)
 
     def _flatten(self, *axes: str) -> DeviceMesh:
         """The mesh of these axes, flattened to one dimension."""

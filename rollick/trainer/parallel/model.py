@@ -261,7 +261,7 @@ class ShardedModel:
         )
         count = torch.tensor(len(plan), device=self.device)
         if self.grid.shape.replicas > 1:
-            dist.all_reduce(count, dist.ReduceOp.MAX, group=self.grid.replicas.get_group())
+            dist.all_reduce(count, dist.ReduceOp.MAX, group=self.grid.replica_mesh.get_group())
         return plan + [[] for _ in range(int(count) - len(plan))]
 
     def sum_reports(self, accumulator: LossAccumulator) -> LossReport:
@@ -270,7 +270,7 @@ class ShardedModel:
         if self.grid.shape.replicas == 1:
             return report
         reports: list[Any] = [None] * self.grid.shape.replicas
-        dist.all_gather_object(reports, report, group=self.grid.replicas.get_group())
+        dist.all_gather_object(reports, report, group=self.grid.replica_mesh.get_group())
         return LossReport.of(reports)
 
 

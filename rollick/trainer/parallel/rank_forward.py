@@ -119,14 +119,14 @@ class RankForward(nn.Module):
         """The hidden states of this rank's rows."""
         hidden_nD = run_decoder(self.model.base_model, share.token_ids_n, share.layout)
         if self.grid.shape.tensor > 1:
-            hidden_nD = shared_input(hidden_nD, self.grid.tensors.get_group())
+            hidden_nD = shared_input(hidden_nD, self.grid.tensor_mesh.get_group())
         return hidden_nD
 
     def gather(self, values_r: Tensor, rows: RowShare) -> Tensor:
         """The values of all selected rows of the pack, on each of its ranks."""
         if rows.inverse_R is None:
             return values_r.clone()  # On a view, FSDP's backward hook would be lost.
-        gathered = gather_rows(values_r, rows.sizes, self.grid.replica_ranks.get_group())
+        gathered = gather_rows(values_r, rows.sizes, self.grid.rank_mesh.get_group())
         return gathered.index_select(0, rows.inverse_R)
 
 
@@ -204,7 +204,7 @@ def share_pack(packed: PackedBatch, *, grid: Grid, cost: RowCost) -> PackShare:
     if grid.shape.context > 1:
         positions_N = layout.position_ids_N.cpu().numpy()
         cuts = plan_cuts(positions_N, ranks=grid.shape.context, cost=cost)
-        layout = cut_layout(layout, cuts, rank=grid.context, group=grid.contexts.get_group())
+        layout = cut_layout(layout, cuts, rank=grid.context, group=grid.context_mesh.get_group())
     return PackShare(
         token_ids_n=packed.token_ids_N[cuts[grid.context] : cuts[grid.context + 1]],
         layout=layout,

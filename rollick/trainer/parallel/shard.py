@@ -72,9 +72,9 @@ def shard_model(
     if master is torch.float64:
         # The fused experts kernel does not support float64.
         module.set_experts_implementation("eager")
-    experts = shard_experts(model, grid.experts) if grid.shape.expert > 1 else []
+    experts = shard_experts(model, grid.expert_mesh) if grid.shape.expert > 1 else []
     if grid.shape.tensor > 1:
-        shard_layers(model, grid.tensors)
+        shard_layers(model, grid.tensor_mesh)
         module.get_input_embeddings().register_forward_hook(
             partial(_divide_gradient, ranks=grid.shape.tensor)
         )
@@ -107,13 +107,13 @@ def shard(
     offload_policy = _offload_policy(grid, offload=offload)
     shard_module = partial(fully_shard, mp_policy=precision.policy, offload_policy=offload_policy)
     for module in experts:
-        shard_module(module, mesh=grid.expert_shards, reshard_after_forward=True)
+        shard_module(module, mesh=grid.expert_shard_mesh, reshard_after_forward=True)
     for module in layers_of(model):
-        shard_module(module, mesh=grid.shards, reshard_after_forward=True)
+        shard_module(module, mesh=grid.shard_mesh, reshard_after_forward=True)
     last_norm: Any = getattr(model.base_model, "norm", None)
     if grid.shape.tensor > 1 and isinstance(last_norm, nn.Module):
-        shard_module(last_norm, mesh=grid.shards, reshard_after_forward=True)
-    shard_module(root, mesh=grid.all, reshard_after_forward=False)
+        shard_module(last_norm, mesh=grid.shard_mesh, reshard_after_forward=True)
+    shard_module(root, mesh=grid.world_mesh, reshard_after_forward=False)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             # A batch's weights are global, so gradients are summed; gloo only supports sums.
@@ -127,7 +127,7 @@ def shard(
 
 def shard_in_master_dtype(module: nn.Module, grid: Grid, *, offload: bool) -> None:
     """Shard a small module that computes in the dtype of its masters. Call it before `shard`."""
-    fully_shard(module, mesh=grid.all, offload_policy=_offload_policy(grid, offload=offload))
+    fully_shard(module, mesh=grid.world_mesh, offload_policy=_offload_policy(grid, offload=offload))
 
 
 def _offload_policy(grid: Grid, *, offload: bool) -> OffloadPolicy:
@@ -327,7 +327,7 @@ class ShardedOptimizer:
         gradient = local_tensor(parameter.grad)
         if ranks == 1 or replica_count(parameter) == 1:
             return gradient
-        gradient = all_sum(gradient.clone(), self.grid.tensors.get_group())
+        gradient = all_sum(gradient.clone(), self.grid.tensor_mesh.get_group())
         return gradient if name in self._summed else gradient.div_(ranks)
 
     def _total_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
