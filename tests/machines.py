@@ -30,7 +30,7 @@ from typing import Any, Self
 
 import pytest
 
-from rollick.children.process_tree import signal_on_parent_death
+from rollick.children.process_tree import find_descendants, signal_on_parent_death
 
 TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x2, 0x1000
 CLONE_NEWNET = 0x40000000
@@ -78,10 +78,24 @@ class Machine:
         self._outer.wait()
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to all processes."""
-        for pid in self.processes():
+        """Send a signal to all processes. SIGCONT also reaches the `nsenter` that started a
+        process: it stops with its child, and the kernel cannot end the namespace before it has
+        waited for the child."""
+        starters = self._find_starters() if number is signal.SIGCONT else []
+        for pid in (*self.processes(), *starters):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+    def _find_starters(self) -> list[int]:
+        """The `nsenter` processes of this machine."""
+        command = ["nsenter", "--target", str(self.init)]
+        starters: list[int] = []
+        for process in find_descendants():
+            with suppress(OSError):
+                words = Path(f"/proc/{process.pid}/cmdline").read_text().split("\0")
+                if words[: len(command)] == command:
+                    starters.append(process.pid)
+        return starters
 
     def runs(self, program: str) -> bool:
         """Whether a process has this text in its command line."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf, isfinite
 from numbers import Real
 from pathlib import Path
 from random import Random
@@ -48,6 +48,10 @@ class TextEnv(ABC):
     An object is used for one episode. All randomness must depend on the seed only. The other
     methods are optional: `rollick env test` uses them to run, check and draw the environment.
     """
+
+    step_timeout_s: float = inf
+    """Time limit of a call. A longer one ends its process, with all of its episodes, so that an
+    environment that waits for something else should give up before."""
 
     @abstractmethod
     def reset(self, seed: int) -> Reset:

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -67,6 +68,7 @@ class StartEpisode(NamedTuple):
     options: Mapping[str, Any]
     seed: int
     with_solver: bool = False
+    step_timeout_s: float = inf
 
 
 class StepEpisode(NamedTuple):
@@ -194,6 +196,8 @@ class EnvLoop:
     def _run_call(self, episode: int, call: Call) -> EnvResponse | None:
         if isinstance(call, StartEpisode):
             env = make_env(self.makers[call.name], call.options, name=call.name)
+            if isinstance(env, TextEnv):
+                env.step_timeout_s = call.step_timeout_s
             if call.with_solver:
                 return solve_episode(env, call.seed)
             self.episodes[episode] = env

@@ -196,7 +196,8 @@ class EnvPool:
     ) -> EnvSession:
         """Start an episode. Waits for a free slot, a process and the environment's reset.
         `session.opening` is the result of the reset."""
-        return await self._open(StartEpisode(name, options or {}, seed))
+        limit_s = self.limits.step_s
+        return await self._open(StartEpisode(name, options or {}, seed, step_timeout_s=limit_s))
 
     async def solve(self, name: str, options: Mapping[str, Any], seed: int) -> EnvCallResult:
         """Run an episode with the environment's solver (see child.solve_episode). The deadline is

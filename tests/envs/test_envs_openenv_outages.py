@@ -98,9 +98,24 @@ def test_a_connection_that_is_lost_between_two_steps_is_an_outage(
         env.step("hello")
 
 
-def test_a_server_that_answers_pings_and_no_step_fails_the_episode(
+def test_a_server_that_answers_others_but_no_step_fails_the_episode(
     proxy: Proxy, env: RemoteEnv
 ) -> None:
     env.reset(0)
-    with pytest.raises(EnvError, match=r"did not answer within timeout_s=1"):
+    with pytest.raises(EnvError, match=r"did not answer within 1 s"):
         env.step("hang")
+
+
+def test_a_server_that_stops_during_a_step_is_unavailable_before_the_limit_of_the_step(
+    proxy: Proxy, env: RemoteEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the pool would kill the process, and count a timeout of the environment."""
+    monkeypatch.setattr(openenv_env, "MARGIN_S", 0.5)
+    env.timeout_s, env.step_timeout_s = 50.0, 2.0
+    env.reset(0)
+    proxy.hold()
+    begun = time.monotonic()
+    with pytest.raises(ServiceUnavailable, match=env.url):
+        env.step("hello")
+    env.close()  # Does not wait for the server either.
+    assert time.monotonic() - begun < env.step_timeout_s

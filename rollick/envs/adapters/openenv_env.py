@@ -16,6 +16,7 @@ Written for openenv 0.10. Start the server separately.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -49,6 +50,8 @@ UNAVAILABLE_STATUSES = (502, 503, 504)
 """HTTP statuses of a proxy whose server does not answer."""
 CONNECT_S = 5.0
 """Time limit to connect, and for the server's schema."""
+MARGIN_S = 2.0
+"""Time that is left of a call's limit after the server was found not to answer."""
 RETRY_S = 2.0
 """Pause before a server that could not be reached is tried again. Otherwise each episode of the
 process would wait for CONNECT_S, one after another."""
@@ -77,7 +80,7 @@ class RemoteEnv(TextEnv):
         `show`: the observation's field that the policy reads; default: all of it. `reset`:
         further arguments of the server's reset, as a mapping or as JSON. `calls` and `role`: if
         the server has tools, the style of calls and the role of their results. `timeout_s`: time
-        limit of an answer, below environments.step_timeout_s."""
+        limit of an answer; at most CONNECT_S + MARGIN_S less than environments.step_timeout_s."""
         if calls not in STYLES or max_steps < 1:
             fix = f"use calls {', '.join(STYLES)}, and a positive max_steps"
             raise EnvError(f"invalid options: calls={calls!r}, max_steps={max_steps}", fix=fix)
@@ -91,6 +94,8 @@ class RemoteEnv(TextEnv):
         self.timeout_s = timeout_s
         self.steps = 0
         self.client: Any = None
+        self.is_lost = False
+        """Whether the server does not answer, or the connection to it ended."""
         self.tools: Sequence[Mapping[str, Any]] = ()
         self.schema: Mapping[str, Any] = {}
         self.field = field
@@ -102,12 +107,13 @@ class RemoteEnv(TextEnv):
         if len(required) == 1:
             self.field = self.field or required[0]
         openenv = import_optional("openenv", "openenv>=0.10", older="mcp and pillow")
-        limits = {"connect_timeout_s": CONNECT_S, "message_timeout_s": self.timeout_s}
+        limits = {"connect_timeout_s": CONNECT_S, "message_timeout_s": self.answer_timeout_s}
         self.client = openenv.GenericEnvClient(base_url=self.url, **limits).sync()
         number = stable_hash("openenv", seed) % 2**31
         try:
             self.client.connect()
         except OSError as error:
+            self.is_lost = True
             raise _record_outage(self.url, error) from error
         try:
             with self._report_lost_server():
@@ -148,19 +154,33 @@ class RemoteEnv(TextEnv):
         return observation, reward, done, out_of_steps and not done, {"valid": True}
 
     def close(self) -> None:
-        if self.client is not None:
+        if self.client is None:
+            return
+        if self.is_lost:  # The client would wait for the server.
+            threading.Thread(target=self.client.close, daemon=True).start()
+        else:
             self.client.close()
+
+    @property
+    def answer_timeout_s(self) -> float:
+        """Leaves time to find out whether the server still answers others."""
+        return min(self.timeout_s, max(1.0, self.step_timeout_s - CONNECT_S - MARGIN_S))
 
     @contextmanager
     def _report_lost_server(self) -> Generator[None]:
-        """Raise EnvError for a missing answer, and ServiceUnavailable for a lost connection."""
+        """Raise ServiceUnavailable for a lost connection or a server that answers nobody, and
+        EnvError if it only does not answer this episode."""
         closed: Any = import_module("websockets.exceptions").ConnectionClosed
         try:
             yield
         except TimeoutError as error:
-            limit = f"within timeout_s={self.timeout_s:g}"
+            self.is_lost = True
+            _check_outage(self.url)
+            _request_schema(self.url)
+            limit = f"within {self.answer_timeout_s:g} s"
             raise EnvError(f"the server at {self.url} did not answer {limit}") from error
         except (OSError, closed) as error:
+            self.is_lost = True
             message = f"the connection to the server at {self.url} was lost: {error}"
             raise ServiceUnavailable(message, fix=UNAVAILABLE_FIX) from error
 
@@ -214,6 +234,11 @@ class RemoteEnv(TextEnv):
 @lru_cache(64)
 def action_schema(url: str) -> Mapping[str, Any]:
     """The server's action schema, requested once per process."""
+    return _request_schema(url)
+
+
+def _request_schema(url: str) -> Mapping[str, Any]:
+    """Raises ServiceUnavailable if the server cannot be reached."""
     address = f"http{url.removeprefix('http').removeprefix('ws')}/schema"
     try:
         with urlopen(address, timeout=CONNECT_S) as response:
