@@ -38,6 +38,40 @@ def doctor(
 
 
 @app.command()
+def selftest(
+    recipe: Annotated[
+        Path | None, Argument(metavar="[RECIPE]", help="Recipe with the devices and the cluster.")
+    ] = None,
+    devices: Annotated[
+        str | None, Option(help="Devices, such as 0-7; default: all GPUs, or two CPU workers.")
+    ] = None,
+    address: Annotated[str | None, Option(help="Address of a Ray cluster.")] = None,
+    out: Annotated[Path | None, Option(help="File for the results as JSON.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Prove on these devices what a run needs: collectives, sharding, weights, recovery."""
+    from rollick.observe.tables import check_row, stderr_console
+    from rollick.testing.selftest import Check, choose_devices, run_selftest
+
+    console = stderr_console()
+
+    def show(check: Check) -> None:
+        console.print(check_row(check), soft_wrap=True)
+
+    report = run_selftest(*choose_devices(recipe, devices, address), show)
+    text = json.dumps(report.to_json())
+    if out is not None:
+        out.write_text(text + "\n", encoding="utf-8")
+    if as_json:
+        typer.echo(text)
+    else:
+        counts = f"{report.count('pass')} passed, {report.count('fail')} failed"
+        typer.echo(f"{counts}, {report.count('skip')} skipped on {report.devices}")
+    if report.count("fail"):
+        raise typer.Exit(1)
+
+
+@app.command()
 def compare(
     runs: Annotated[list[Path], Argument(metavar="RUN...", help="Folders of runs.")],
     metric: Annotated[str | None, Option(help="Metric; default: held-out or mean score.")] = None,

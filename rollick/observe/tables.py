@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.table import Table
@@ -30,6 +30,31 @@ def evaluation_table(figures: Mapping[str, Mapping[str, float]], *, title: str =
     for name, row in figures.items():
         table.add_row(name, *(f"{row[c]:.4g}" if c in row else "" for c in columns))
     return table
+
+
+class CheckResult(Protocol):
+    """A check of `rollick selftest`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def status(self) -> str: ...
+    @property
+    def detail(self) -> str: ...
+    @property
+    def fix(self) -> str: ...
+    @property
+    def seconds(self) -> float: ...
+
+
+def check_row(check: CheckResult) -> Text:
+    """One line, and what to do if the check did not pass."""
+    color = {"pass": "green", "fail": "red"}.get(check.status, "yellow")
+    row = Text(f"{check.name:<12}").append(f"{check.status:<6}", style=color)
+    row.append(f"{check.seconds:5.1f} s  {escape_controls(check.detail)}")
+    if check.status != "pass":
+        row.append(f"\n{'':12}{'':6}{'':9}{escape_controls(check.fix)}")
+    return row
 
 
 def reward_table(results: Sequence[Mapping[str, Any]]) -> Table:
