@@ -1,6 +1,7 @@
 """The sharded critic: values and their gradient, equal to those of trainer/critic.py.
 
-Legend: N tokens of a batch, T trained ones (in the loss mask, not first), B samples.
+Legend: N tokens of a batch, T trained ones (in the loss mask, not first), B samples, n rows of a
+pack on this rank, r those whose head is computed here, D hidden size.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rollick.trainer.microbatch import PackedBatch
 from rollick.trainer.optimizer import check_gradient_dtype
 from rollick.trainer.parallel.mesh import Grid
 from rollick.trainer.parallel.model import ModelSource, ShardedModel, empty_batch
-from rollick.trainer.parallel.rank_forward import ValueForward
+from rollick.trainer.parallel.rank_forward import PackShare, RankForward
 from rollick.trainer.parallel.shard import shard_in_master_dtype
 from rollick.trainer.strategy import LossReport, ValueLossFn
 from rollick.trainer.trainable_model import (
@@ -29,6 +30,19 @@ from rollick.trainer.trainable_model import (
     load_packed_model,
     token_indices,
 )
+
+
+class ValueForward(RankForward):
+    """Values before tokens. The value head computes in its own dtype."""
+
+    def forward(self, share: PackShare, with_last: bool) -> tuple[Tensor, ...]:
+        """The value of each trained row; `with_last` also that of each sample's last row."""
+        hidden_nD = self.compute_hidden(share)
+        selections = (share.trained, share.last) if with_last else (share.trained,)
+        rows_rD = hidden_nD.index_select(0, torch.cat([rows.rows_r for rows in selections]))
+        values_r = self.model.compute_values(rows_rD)
+        parts = values_r.split([len(rows.rows_r) for rows in selections])
+        return tuple(self.gather(*pair) for pair in zip(parts, selections, strict=True))
 
 
 class ShardedCritic(ShardedModel):

@@ -47,7 +47,6 @@ from rollick.trainer.microbatch import PackedBatch
 from rollick.trainer.parallel.collectives import gather_rows, shared_input
 from rollick.trainer.parallel.mesh import Grid
 from rollick.trainer.parallel.shares import RowCost
-from rollick.trainer.reward_model import compute_scores
 from rollick.trainer.token_loss import RouterLog
 
 
@@ -175,27 +174,6 @@ class TokenForward(RankForward):
     def _output_head(self) -> OutputHead:
         head = output_head(self.model)
         return head if self.vocabulary is None else head.first_tokens(self.vocabulary)
-
-
-class ValueForward(RankForward):
-    """Values before tokens. The value head computes in its own dtype."""
-
-    def forward(self, share: PackShare, with_last: bool) -> tuple[Tensor, ...]:
-        """The value of each trained row; `with_last` also that of each sample's last row."""
-        hidden_nD = self.compute_hidden(share)
-        selections = (share.trained, share.last) if with_last else (share.trained,)
-        rows_rD = hidden_nD.index_select(0, torch.cat([rows.rows_r for rows in selections]))
-        values_r = self.model.compute_values(rows_rD)
-        parts = values_r.split([len(rows.rows_r) for rows in selections])
-        return tuple(self.gather(*pair) for pair in zip(parts, selections, strict=True))
-
-
-class ScoreForward(RankForward):
-    """A score for each sample."""
-
-    def forward(self, share: PackShare) -> tuple[Tensor]:
-        last_rD = self.compute_hidden(share).index_select(0, share.last.rows_r)
-        return (self.gather(compute_scores(last_rD, self.model.score.weight), share.last),)
 
 
 def share_pack(packed: PackedBatch, *, grid: Grid, cost: RowCost) -> PackShare:

@@ -1,6 +1,6 @@
 """The sharded reward model: scores equal to those of trainer/reward_model.py.
 
-Legend: B samples.
+Legend: B samples, r those whose head is computed on this rank, D hidden size.
 """
 
 from __future__ import annotations
@@ -17,9 +17,17 @@ from rollick.data.batch import Batch
 from rollick.models.attention.varlen import VARLEN
 from rollick.models.loading.load import empty_model
 from rollick.trainer.parallel.model import ModelSource, ShardedModel, empty_batch
-from rollick.trainer.parallel.rank_forward import ScoreForward
-from rollick.trainer.reward_model import load_packed_score_model, no_score_head
+from rollick.trainer.parallel.rank_forward import PackShare, RankForward
+from rollick.trainer.reward_model import compute_scores, load_packed_score_model, no_score_head
 from rollick.types import FloatArray
+
+
+class ScoreForward(RankForward):
+    """A score for each sample."""
+
+    def forward(self, share: PackShare) -> tuple[Tensor]:
+        last_rD = self.compute_hidden(share).index_select(0, share.last.rows_r)
+        return (self.gather(compute_scores(last_rD, self.model.score.weight), share.last),)
 
 
 class ShardedRewardModel(ShardedModel):
