@@ -145,12 +145,18 @@ def _check_gpu_settings(context: Context) -> Problems:
             yield _no_effect(context, path, show(value), reason)
 
 
-@rule("train.lora", "weights.changes_only")
-def _check_lora_changes_only(context: Context) -> Problems:
-    if context.recipe.train.lora is not None and context.recipe.weights.changes_only:
-        yield _no_effect(
-            context, "weights.changes_only", "true", "adapters are always sent in full"
-        )
+@rule("train.lora", "train.strategy", "devices", "infer.engine", "weights")
+def _check_weight_settings(context: Context) -> Problems:
+    recipe, weights = context.recipe, context.recipe.weights
+    if recipe.train.lora is not None and weights.changes_only:
+        reason = "adapters are always sent in full"
+        yield _no_effect(context, "weights.changes_only", "true", reason)
+    if weights.in_place and len(context.devices("policy")) < 2:
+        reason = "only a sharded policy sends its shards"
+        yield _no_effect(context, "weights.in_place", "true", reason)
+    elif weights.in_place and recipe.infer.engine != "native":
+        reason = f"the engine {recipe.infer.engine} receives a copy"
+        yield _no_effect(context, "weights.in_place", "true", reason)
 
 
 @rule("train.expert_balance", "model.path")
