@@ -193,3 +193,32 @@ def test_a_wrong_byte_of_a_shard_is_found_and_the_next_transfer_succeeds(
     [received] = receive_in_threads([receiver], manifest)
     sent = ranks(4).run(send_shards, recipe, manifest.source)
     assert received.result(30) == sent[0]
+
+
+def send_without_receiver(recipe: Recipe, source: Any) -> str:
+    """Returns the error of a transfer that no receiver joins."""
+    worker = LEARNERS[str(recipe.train.parallel) + recipe.model.dtype]
+    sender = worker.sender.shard_sender
+    assert sender is not None
+    sender.timeout_s, usual = 2.0, sender.timeout_s
+    try:
+        worker.send_weights("broadcast", source)
+    except WeightError as error:
+        return error.message
+    finally:
+        sender.timeout_s = usual
+        worker.release_weights(PublishOutcome(False))
+    return ""
+
+
+def test_a_transfer_without_its_receiver_fails_in_time_and_the_next_one_succeeds(
+    ranks: RanksFactory, dense: Path
+) -> None:
+    recipe, route = make_recipe(dense, {"data": 4}), Route("broadcast", (0,))
+    manifest, *_ = ranks(4).run(offer_shards, recipe, 1, route)
+    for message in ranks(4).run(send_without_receiver, recipe, manifest.source):
+        assert "the transfer to generators (0,) failed" in message
+    manifest, *_ = ranks(4).run(offer_shards, recipe, 2, route)
+    [received] = receive_in_threads([PublishReceiver()], manifest)
+    sent = ranks(4).run(send_shards, recipe, manifest.source)
+    assert received.result(30) == sent[0]
