@@ -108,12 +108,12 @@ ALL_SHARDED = (
 @pytest.mark.timeout(400)
 def test_a_run_with_all_models_on_two_ranks_is_that_on_one(run_toy: Callable[..., RunResult]):
     """PPO with a critic and a reference, which share the policy's ranks."""
-    alone = run_toy(*ALL_SHARDED, name="alone", steps=2)
-    sharded = run_toy(*ALL_SHARDED, *SHARDED, "checkpoint.every=1", name="sharded", steps=2)
+    alone = run_toy(*ALL_SHARDED, name="ppo_alone", steps=2)
+    sharded = run_toy(*ALL_SHARDED, *SHARDED, "checkpoint.every=1", name="ppo_sharded", steps=2)
     for name in ("train/loss", "critic/loss", "critic/explained_variance"):
         first = read_column(alone.folder, name)[0]
         assert read_column(sharded.folder, name)[0] == pytest.approx(first, abs=1e-4), name
-    resumed = run_toy(*ALL_SHARDED, *SHARDED, name="sharded", steps=3, resume=True)
+    resumed = run_toy(*ALL_SHARDED, *SHARDED, name="ppo_sharded", steps=3, resume=True)
     assert resumed.step == 3
 
 

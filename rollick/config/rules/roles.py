@@ -163,6 +163,8 @@ def _sharded_roles(context: Context) -> Iterator[_ShardedRole]:
         policy = context.devices("policy")
         yield _ShardedRole("policy", "train.parallel", recipe.train.parallel, policy)
     for role in SHARDABLE_ROLES:
+        if role == "policy":
+            continue
         own, parallel = recipe.own_parallel_of(role), recipe.parallel_of(role)
         devices = context.devices(role) or (context.devices("policy") if own else ())
         if parallel is not None and (own is not None or len(devices) > 1):
@@ -229,6 +231,20 @@ def _check_sharded_devices(context: Context) -> Problems:
                 fix = f"use those of the {earlier.role} in the same order, or none of them"
                 yield context.problem(f"devices.{later.role}", message, fix)
                 break
+
+
+@rule(*SHARDING, "pipeline", "algorithm", "data.domains")
+def _check_critic_device(context: Context) -> Problems:
+    """A strategy of another package does not say how a critic is sharded, and the default devices
+    of the critic are those of the policy."""
+    recipe, policy = context.recipe, context.devices("policy")
+    if recipe.devices.of("critic") is not None or recipe.parallel_of("critic") is not None:
+        return
+    if recipe.train.strategy != "local" and recipe.needs("values") and len(policy) > 1:
+        message = "a critic that is not sharded trains on one device, and the policy's "
+        message += f"{len(policy)} are its default"
+        fix = f"give it one, such as {policy[0]}, or set critic.parallel"
+        yield context.problem("devices.critic", message, fix)
 
 
 @rule(*SHARDING, "run.deterministic", "infer.zero_mismatch")
