@@ -196,7 +196,7 @@ class EnvLoop:
     def _run_call(self, episode: int, call: Call) -> EnvResponse | None:
         if isinstance(call, StartEpisode):
             env = make_env(self.makers[call.name], call.options, name=call.name)
-            if isinstance(env, TextEnv):
+            with suppress(AttributeError):  # A class that is no TextEnv may have slots.
                 env.step_timeout_s = call.step_timeout_s
             if call.with_solver:
                 return solve_episode(env, call.seed)
