@@ -8,7 +8,6 @@ from typing import Protocol
 
 from rollick.roles.calls import RoleHandle
 from rollick.roles.protocols import Role
-from rollick.types import Fingerprint
 from rollick.weights.manifest import WeightManifest
 from rollick.weights.plan import Channel
 
@@ -21,8 +20,6 @@ class DeviceFacts:
     memory_gb: float
     machine: str
     torch: str
-    backend: str
-    """Of torch.distributed: gloo or nccl."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +39,6 @@ class OffloadResult:
     gb_per_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class ReceivedWeights:
-    fingerprint: Fingerprint
-    seconds: float
-
-
 class SelfTestRole(Role, Protocol):
     def describe(self) -> DeviceFacts: ...
 
@@ -62,7 +53,9 @@ class SelfTestRole(Role, Protocol):
         ...
 
     def send_weights(self, channel: Channel) -> None: ...
-    def receive_weights(self, manifest: WeightManifest) -> ReceivedWeights: ...
+    def receive_weights(self, manifest: WeightManifest) -> float:
+        """Receive and verify. Returns the seconds."""
+        ...
 
 
 class SelfTestRanks(RoleHandle[SelfTestRole]):
@@ -80,7 +73,7 @@ class SelfTestRanks(RoleHandle[SelfTestRole]):
     async def send_weights(self, megabytes: int, channel: Channel) -> float:
         """Send random weights from rank 0 to rank 1 twice. Returns the seconds of the second
         transfer, with the verification. Raises WeightError if a byte differs."""
-        received: ReceivedWeights | None = None
+        seconds = 0.0
         for _ in range(2):
             manifest = await self.call_rank(0, SelfTestRole.offer_weights, megabytes, channel)
             async with asyncio.TaskGroup() as tasks:
@@ -88,6 +81,5 @@ class SelfTestRanks(RoleHandle[SelfTestRole]):
                 receiving = tasks.create_task(
                     self.call_rank(1, SelfTestRole.receive_weights, manifest)
                 )
-            received = receiving.result()
-        assert received is not None
-        return received.seconds
+            seconds = receiving.result()
+        return seconds

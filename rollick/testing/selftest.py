@@ -199,10 +199,10 @@ class SelfTest:
         return await self._compare_first_step("shards", [{}], channel="broadcast")
 
     async def check_recovery(self) -> Check:
-        dedicated = self.devices[-1].index + 1 if self.kind == "cpu" else self.devices[-1].index
         if self.kind == "cuda" and len(self.devices) < 2:
             return _skip("recovery", "needs an engine on a device of its own", self.kind)
-        engine = f"cpu:{dedicated}" if self.kind == "cpu" else f"{dedicated}"
+        last = self.devices[-1].index
+        engine = f"cpu:{last + 1}" if self.kind == "cpu" else f"{last}"
         loaded = self._load("recovery", steps=4, generators=engine)
         async with open_run(loaded) as run, open_rl(run) as pipeline:
             await pipeline.step()

@@ -87,9 +87,8 @@ class PublishPlan:
             adapters_only = self.merging_ranks.issuperset(ranks)
             # Adapters are small: a delta is not worth a copy of the previous version at both ends.
             send_delta = self.send_deltas and channel in DELTA_CHANNELS and not adapters_only
-            in_place = self.in_place and channel == "broadcast"
-            in_place = in_place and not (send_delta or adapters_only)
-            routes.append(Route(channel, ranks, send_delta, adapters_only, in_place))
+            route = Route(channel, ranks, send_delta, adapters_only)
+            routes.append(replace(route, in_place=self.in_place and route.allows_shards))
         return tuple(routes)
 
     def _ranks(self, channel: Channel) -> tuple[int, ...]:

@@ -14,10 +14,10 @@ from rollick.roles.protocols import CriticRole
 from rollick.roles.reports import TrainReport
 from rollick.trainer.critic import LocalCritic
 from rollick.trainer.parallel.critic import ShardedCritic
-from rollick.trainer.parallel.mesh import Rendezvous, join_process_group
+from rollick.trainer.parallel.mesh import Rendezvous
 from rollick.trainer.strategy import LossReport, ValueLossFn
 from rollick.workers.learner import train_on
-from rollick.workers.model_worker import TrainedWorker, builds_worker
+from rollick.workers.model_worker import TrainedWorker, builds_worker, join_role
 
 
 class CriticWorker(TrainedWorker[LocalCritic | ShardedCritic], CriticRole):
@@ -53,8 +53,7 @@ def create(
     context: HostContext, rank: int, recipe: RlRecipe, rendezvous: Rendezvous | None = None
 ) -> CriticWorker:
     """Build the critic on its host; with a rendezvous, one rank of a sharded critic."""
-    parallel = recipe.parallel_of("critic")
-    if rendezvous is None or parallel is None:
+    parallel = join_role(context, rank, recipe, "critic", rendezvous)
+    if parallel is None:
         return CriticWorker(LocalCritic(recipe, device=context.device), recipe)
-    join_process_group(rendezvous, rank, device=context.device)
     return CriticWorker(ShardedCritic(recipe, parallel, device=context.device), recipe)

@@ -13,7 +13,8 @@ import torch
 
 from rollick.cluster import machine
 from rollick.cluster.worker import HostContext
-from rollick.trainer.parallel.mesh import leave_process_group
+from rollick.config.schema import ParallelConfig, Recipe
+from rollick.trainer.parallel.mesh import Rendezvous, join_process_group, leave_process_group
 from rollick.trainer.snapshot import (
     SnapshotBytes,
     SnapshotMemory,
@@ -22,6 +23,7 @@ from rollick.trainer.snapshot import (
     read_snapshot,
 )
 from rollick.trainer.strategy import IsSharded, TrainState
+from rollick.types import RoleName
 
 STATUS = Path("/proc/self/status")
 
@@ -161,6 +163,17 @@ class TrainedWorker(StrategyWorker[Trainer]):
         self.snapshots.close()
         self._close_memories()
         super().close()
+
+
+def join_role(
+    context: HostContext, rank: int, recipe: Recipe, role: RoleName, rendezvous: Rendezvous | None
+) -> ParallelConfig | None:
+    """Join the process group of a sharded role, and return how it is sharded. None if the role has
+    no rendezvous: it is not sharded."""
+    if rendezvous is None:
+        return None
+    join_process_group(rendezvous, rank, device=context.device)
+    return recipe.parallel_of(role)
 
 
 Arguments = ParamSpec("Arguments")

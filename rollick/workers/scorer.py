@@ -14,11 +14,11 @@ from rollick.models.loading.load import load_config, load_tokenizer
 from rollick.roles.protocols import RewardModelRole, ScorerRole
 from rollick.trainer.fsdp import FsdpStrategy
 from rollick.trainer.local import LocalStrategy
-from rollick.trainer.parallel.mesh import Rendezvous, join_process_group
+from rollick.trainer.parallel.mesh import Rendezvous
 from rollick.trainer.parallel.reward_model import ShardedRewardModel
 from rollick.trainer.reward_model import LocalRewardModel, no_score_head
 from rollick.types import FloatArray, RoleName
-from rollick.workers.model_worker import StrategyWorker, builds_worker
+from rollick.workers.model_worker import StrategyWorker, builds_worker, join_role
 
 
 class ScorerWorker(StrategyWorker[LocalStrategy | FsdpStrategy], ScorerRole):
@@ -49,9 +49,8 @@ def create_reward_model(
     model: RewardModelConfig,
     rendezvous: Rendezvous | None = None,
 ) -> RewardModelWorker:
-    parallel = recipe.parallel_of("reward_model")
-    if rendezvous is not None and parallel is not None:
-        join_process_group(rendezvous, rank, device=context.device)
+    parallel = join_role(context, rank, recipe, "reward_model", rendezvous)
+    if parallel is not None:
         sharded = ShardedRewardModel(recipe, model, parallel, device=context.device)
         return RewardModelWorker(sharded)
     strategy = LocalRewardModel(recipe, model, device=context.device, trainable=False)
@@ -93,10 +92,9 @@ def _build_scorer(
     rendezvous: Rendezvous | None,
     **model: Any,
 ) -> LocalStrategy | FsdpStrategy:
-    parallel, device = recipe.parallel_of(role), context.device
-    if rendezvous is None or parallel is None:
+    parallel, device = join_role(context, rank, recipe, role, rendezvous), context.device
+    if parallel is None:
         return LocalStrategy(recipe, device=device, trainable=False, **model)
-    join_process_group(rendezvous, rank, device=device)
     return FsdpStrategy(recipe, device=device, trainable=False, parallel=parallel, **model)
 
 

@@ -15,7 +15,6 @@ from rollick.roles.selftest import (
     AllReduceResult,
     DeviceFacts,
     OffloadResult,
-    ReceivedWeights,
     SelfTestRole,
 )
 from rollick.trainer.offload import OffloadedTensors
@@ -55,8 +54,7 @@ class SelfTestWorker(MeteredWorker, SelfTestRole):
             name, size = str(properties.name), int(properties.total_memory)
         else:
             name, size = "cpu", memory_bytes() or 0
-        backend = "nccl" if self.on_gpu else "gloo"
-        return DeviceFacts(name, size / 1e9, machine_id(), torch.__version__, backend)
+        return DeviceFacts(name, size / 1e9, machine_id(), torch.__version__)
 
     def all_reduce(self, megabytes: int) -> AllReduceResult:
         # Small integers, so that float32 sums are exact in any order.
@@ -76,17 +74,12 @@ class SelfTestWorker(MeteredWorker, SelfTestRole):
         return AllReduceResult(is_exact, 4 * size / min(seconds) / 1e9)
 
     def offload(self, megabytes: int) -> OffloadResult:
-        generator = torch.Generator(self.device).manual_seed(0)
-        tensors = {
-            f"tensor {n}": torch.randn(MB // 4, generator=generator, device=self.device)
-            for n in range(megabytes)
-        }
+        tensors = dict(self._random_tensors(megabytes, seed=0))
         before, used = fingerprint(list(tensors.items())), self._used_bytes()
         offloaded = OffloadedTensors()
         started = perf_counter()
         offloaded.move_to_host(tensors)
-        if self.on_gpu:
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         freed = used - self._used_bytes()
         offloaded.restore_from_host()
         seconds = perf_counter() - started
@@ -97,27 +90,28 @@ class SelfTestWorker(MeteredWorker, SelfTestRole):
     def offer_weights(self, megabytes: int, channel: Channel) -> WeightManifest:
         self.sender.release(PublishOutcome(True))  # Of the transfer before.
         version = PolicyVersion(next(self.versions))
-        generator = torch.Generator(self.device).manual_seed(version)
-        weights = [
-            (f"tensor {n}", torch.randn(MB // 4, generator=generator, device=self.device))
-            for n in range(megabytes)
-        ]
+        weights = self._random_tensors(megabytes, seed=version)
         return self.sender.offer(weights, version, route=Route(channel, (1,)))
 
     def send_weights(self, channel: Channel) -> None:
         self.sender.send(channel)
 
-    def receive_weights(self, manifest: WeightManifest) -> ReceivedWeights:
+    def receive_weights(self, manifest: WeightManifest) -> float:
         started = perf_counter()
-        digest = self.receiver.receive(manifest)
+        self.receiver.receive(manifest)
         self._synchronize()
         seconds = perf_counter() - started
         self.receiver.take(manifest.version)
-        return ReceivedWeights(digest, seconds)
+        return seconds
+
+    def _random_tensors(self, megabytes: int, *, seed: int) -> list[tuple[str, torch.Tensor]]:
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return [
+            (f"tensor {n}", torch.randn(MB // 4, generator=generator, device=self.device))
+            for n in range(megabytes)
+        ]
 
     def _used_bytes(self) -> int:
-        if not self.on_gpu:
-            return self.meter.peak()
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free
 

@@ -80,7 +80,7 @@ class ShardedModel:
     """A model whose parameters are sharded over the ranks of torch's process group.
 
     `make_optimizer`: None if the model is frozen. `dtype` overrides the recipe's, for parameters
-    and computation. `keep_groups`: never divide a group between micro-batches.
+    and computation.
     """
 
     has_random_state: ClassVar[bool] = False
@@ -97,13 +97,11 @@ class ShardedModel:
         device: str,
         dtype: torch.dtype | None = None,
         make_optimizer: MakeOptimizer | None = None,
-        keep_groups: bool = False,
     ) -> None:
         join_process_group(None, 0, device=device)
         self.recipe = recipe
         self.model_config = source.config
         self.device = device
-        self.parallel = parallel
         self.offload = parallel.offload
         self.grid = grid = Grid(GridShape.of(parallel, dist.get_world_size()), device=device)
         compute = dtype or resolve_dtype(source.config, device)
@@ -123,7 +121,6 @@ class ShardedModel:
         load_shards(model, loaded, device=device, offload=self.offload)
         del loaded
         fix_rope(model, source.max_length)
-        self._keep_groups = keep_groups or recipe.compares_pairs
         self._offloaded = OffloadedTensors()
         # The first forward moves shards to other memory (padded or pinned), so it must run before
         # the optimizer references them.
@@ -257,7 +254,7 @@ class ShardedModel:
             tokens=train.tokens_per_microbatch * self.grid.shape.context,
             by_uid=False,
             share_prefix=train.share_prefix,
-            keep_groups=self._keep_groups,
+            keep_groups=self.recipe.compares_pairs,
         )
         count = torch.tensor(len(plan), device=self.device)
         if self.grid.shape.replicas > 1:

@@ -99,10 +99,7 @@ class BroadcastSender:
 
     def _listen(self, ranks: tuple[int, ...]) -> BroadcastSource:
         self.close()
-        timeout = timedelta(seconds=self.timeout_s)
-        self.store = dist.TCPStore(
-            "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timeout
-        )
+        self.store = open_store(timeout_s=self.timeout_s)
         rendezvous = local_address(), self.store.port, uuid.uuid4().hex
         return BroadcastSource(*rendezvous, ranks, size=0, bucket_bytes=self.bucket_bytes)
 
@@ -142,8 +139,7 @@ class BroadcastReceiver:
         if self.key == source.key:
             return
         self.forget()
-        timeout = timedelta(seconds=self.timeout_s)
-        store = dist.TCPStore(source.host, source.port, is_master=False, timeout=timeout)
+        store = connect_store(source.host, source.port, timeout_s=self.timeout_s)
         member = 1 + source.ranks.index(rank)
         self.group = source.join(store, member, timeout_s=self.timeout_s)
         self.key = source.key
@@ -161,6 +157,16 @@ def local_address() -> str:
 
 def first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
+
+
+def open_store(*, timeout_s: float) -> Any:
+    """Open the store of a rendezvous, at a free port on all interfaces."""
+    timeout = timedelta(seconds=timeout_s)
+    return dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+
+
+def connect_store(host: str, port: int, *, timeout_s: float) -> Any:
+    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
 def join_group(store: Any, key: str, member: int, members: int, *, timeout_s: float) -> Any:

@@ -16,11 +16,9 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rollick.errors import WeightError
@@ -32,9 +30,11 @@ from rollick.weights.channels.broadcast import (
     BUCKET_BYTES,
     TIMEOUT_S,
     broadcast,
+    connect_store,
     first_line,
     join_group,
     local_address,
+    open_store,
 )
 from rollick.weights.manifest import Pairs, TensorLayout, WeightManifest, plan_layout, views_of
 from rollick.weights.shards import Bucket, Piece, choose_pieces, plan_buckets
@@ -174,10 +174,7 @@ class ShardSender:
         self, ranks: tuple[int, ...], pieces: tuple[Piece, ...], *, senders: int
     ) -> ShardSource:
         self.close()
-        timeout = timedelta(seconds=self.timeout_s)
-        self.store = dist.TCPStore(
-            "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timeout
-        )
+        self.store = open_store(timeout_s=self.timeout_s)
         address = local_address(), self.store.port, uuid.uuid4().hex
         return ShardSource(*address, ranks, senders, pieces, self.bucket_bytes)
 
@@ -185,7 +182,7 @@ class ShardSender:
         if self.joined == source.key:
             return
         if rank:
-            self.store = _connect(source, timeout_s=self.timeout_s)
+            self.store = connect_store(source.host, source.port, timeout_s=self.timeout_s)
         self.group = source.join(self.store, rank, timeout_s=self.timeout_s)
         self.joined = source.key
 
@@ -212,8 +209,8 @@ class ShardReceiver:
         return pairs
 
     def receive(self, manifest: WeightManifest, rank: int, targets: Sequence[Tensor]) -> None:
-        """Receive the weights into these tensors, which have the shapes and dtypes of the
-        layout."""
+        """Receive the weights into these tensors, which have the shapes of the layout; other dtypes
+        are converted."""
         source: ShardSource = manifest.source
         member = source.ranks.index(rank)
         try:
@@ -290,7 +287,7 @@ class ShardReceiver:
         if self.joined == source.key:
             return
         self.forget()
-        store = _connect(source, timeout_s=self.timeout_s)
+        store = connect_store(source.host, source.port, timeout_s=self.timeout_s)
         self.group = source.join(store, source.senders + member, timeout_s=self.timeout_s)
         self.generators = source.join_generators(store, member, timeout_s=self.timeout_s)
         self.joined = source.key
@@ -322,8 +319,3 @@ def _write_pieces(
 
 def _buffer_size(manifest: WeightManifest) -> int:
     return max((tensor.offset + tensor.size for tensor in manifest.layout), default=0)
-
-
-def _connect(source: ShardSource, *, timeout_s: float) -> Any:
-    timeout = timedelta(seconds=timeout_s)
-    return dist.TCPStore(source.host, source.port, is_master=False, timeout=timeout)
